@@ -29,6 +29,19 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages for the target's own template."""
 
 
+class Conversation(list[Mapping[str, str]]):
+    """Chat messages, with variables for the target's chat template, such as `enable_thinking`."""
+
+    def __init__(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> None:
+        super().__init__(messages)
+        self.variables = dict(variables)
+
+
+def template_variables(prompt: Prompt) -> dict[str, Any]:
+    """Variables that a prompt gives its target's chat template."""
+    return prompt.variables if isinstance(prompt, Conversation) else {}
+
+
 FinishReason = Literal["stop", "length"]
 
 

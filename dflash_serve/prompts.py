@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dflash_serve.backend import Prompt
+from dflash_serve.backend import Conversation, Prompt, template_variables
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
 BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
@@ -87,24 +87,58 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
     return prompts
 
 
-def read_prompt_set(path: Path | None = None, *, raw: bool = False) -> list[Prompt]:
+def template_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables that `--chat-template-kwargs` gives to chat templates; None = none.
+
+    Raises:
+        UserError: not a JSON object.
+    """
+    found = _parse(given) if isinstance(given, str) else given or {}
+    if not isinstance(found, Mapping):
+        do = """give one such as '{"enable_thinking": false}'"""
+        raise UserError("not a JSON object", where="--chat-template-kwargs", do=do)
+    return dict(found)
+
+
+def read_prompt_set(
+    path: Path | None = None, *, raw: bool = False, variables: Mapping[str, Any] | None = None
+) -> list[Prompt]:
     """The prompt of every line; a text becomes one user turn.
 
     Args:
         path: a JSONL file; None = the bundled set.
         raw: send texts unchanged, without the target's chat template.
+        variables: of the target's chat template.
 
     Raises:
-        UserError: no such file, no prompt in it, or a line without a prompt.
+        UserError: no such file, no prompt in it, a line without a prompt, or one that no template writes, with
+            variables.
     """
     where = str(path or "bundled prompts")
     lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
-    return [_prompt(entry, place, raw) for place, entry in lines]
+    found = [(place, _prompt(entry, place, raw)) for place, entry in lines]
+    return [with_variables(prompt, variables or {}, where=place) for place, prompt in found]
+
+
+def with_variables(prompt: Prompt, variables: Mapping[str, Any], *, where: str = "--raw") -> Prompt:
+    """The prompt with variables for its chat template.
+
+    Raises:
+        UserError: it is no conversation, and there are variables.
+    """
+    if not variables:
+        return prompt
+    if not _all(prompt, dict):
+        do = "leave out --chat-template-kwargs, or give messages without --raw"
+        raise UserError("no chat template writes it, so none can read the variables", where=where, do=do)
+    return Conversation(prompt, variables)
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """sha256 over all prompts, in order."""
-    return hashlib.sha256(repr([p if isinstance(p, str) else list(p) for p in prompts]).encode()).hexdigest()
+    parts = [p if isinstance(p, str) else list(p) for p in prompts]
+    variables = {index: given for index, p in enumerate(prompts) if (given := template_variables(p))}
+    return hashlib.sha256((repr(parts) + (repr(variables) if variables else "")).encode()).hexdigest()
 
 
 def _prompt(entry: object, where: str, raw: bool) -> Prompt:

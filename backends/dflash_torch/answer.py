@@ -5,10 +5,14 @@ Streamed text has whole characters only, and no text that may turn out to be par
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, meta
+from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **variables: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of chat messages, by the target's own template.
 
@@ -34,8 +38,15 @@ def encode_messages(
         variables: further variables of the template, such as `tools`.
 
     Raises:
-        UserError: the target has no template, or it refuses the messages.
+        UserError: the target has no template, it refuses the messages, or it does not read one of the variables.
     """
+    source, ours = _template(tokenizer), {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools"}
+    ours |= {*tokenizer.special_tokens_map, "messages"}
+    read = meta.find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(source)) if variables else {}  # noqa: S701
+    for name in variables:
+        if name in ours or (name != "tools" and name not in read):
+            where = name if name == "reasoning_effort" else "chat_template_kwargs"
+            raise UserError(f"the target's chat template does not read {name!r}", where=where, do="leave it out")
     try:
         encoded = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True, **variables
@@ -43,6 +54,15 @@ def encode_messages(
     except Exception as error:  # templates raise exceptions of any class
         raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
     return list(encoded["input_ids"])
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return re.sub(
+            r"\{%-?\s*(end)?generation\s*-?%\}", "", str(tokenizer.get_chat_template())
+        )  # transformers' own tag
+    except ValueError:  # it has none
+        return ""
 
 
 # tokenizers' message where the text of some tokens does not begin with the text of fewer of them.
@@ -55,7 +75,7 @@ class Detokenizer:
     Args:
         prompt: the tokens before the answer; they decide whether its first word begins with a space.
         stop: the answer ends before the first occurrence of any of these, wherever tokens cut it.
-        min_tokens: stop strings are not looked for in the text of the first `min_tokens` tokens.
+        min_tokens: stop strings that end within the first `min_tokens` tokens do not count.
     """
 
     def __init__(
@@ -76,9 +96,11 @@ class Detokenizer:
                 break
             self.fed += 1
             self.held += self._decode(token_id)
-            if self.fed <= self.min_tokens:
-                before, self.held = before + self.held, ""
-            self._cut_at_stop()
+            if self.fed <= self.min_tokens:  # a stop string may begin here, and end behind them
+                safe = len(self.held) - could_begin(self.stop, self.held)
+                before, self.held = before + self.held[:safe], self.held[safe:]
+            else:
+                self._cut_at_stop()
         safe = len(self.held) - (0 if self.stopped else could_begin(self.stop, self.held))
         text, self.held = self.held[:safe], "" if self.stopped else self.held[safe:]
         return before + text
@@ -105,10 +127,10 @@ class Detokenizer:
 
 
 def could_begin(markers: Sequence[str], text: str) -> int:
-    """Length of the longest end of a text that one of the markers, which it does not contain, may begin with."""
+    """Length of the longest end of a text that is the beginning of a marker, and not a whole one."""
     longest = max(map(len, markers), default=1) - 1
     ends = range(min(longest, len(text)), 0, -1)
-    return next((n for n in ends if any(marker.startswith(text[-n:]) for marker in markers)), 0)
+    return next((n for n in ends if any(n < len(marker) and marker.startswith(text[-n:]) for marker in markers)), 0)
 
 
 class StepFailedError(RuntimeError):

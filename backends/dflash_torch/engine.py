@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_serve.backend import Chunk, Prompt, RequestOutput
+from dflash_serve.backend import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
@@ -253,7 +253,7 @@ class EmbeddedEngine:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         if prompt and isinstance(prompt[0], Mapping):
-            return encode_messages(self.tokenizer, prompt)  # type: ignore[arg-type]
+            return encode_messages(self.tokenizer, prompt, template_variables(prompt))  # type: ignore[arg-type]
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> EngineStream:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from dflash_serve.common.files import sha256
 from dflash_serve.common.processes import run_command
@@ -108,6 +108,7 @@ class RequestSettings(Frozen):
     """Length of the longest answer; with `ignore_eos`, of every answer."""
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
 
 
 class Figures(Frozen):
@@ -182,7 +183,8 @@ class Aiperf:
 
     def argv(self, job: Job) -> list[str]:
         """The command line; token counts are the server's own."""
-        more = {"temperature": self.request.temperature} | ({"ignore_eos": True} if self.request.ignore_eos else {})
+        optional = {"ignore_eos": self.request.ignore_eos, "chat_template_kwargs": self.request.chat_template_kwargs}
+        more = {"temperature": self.request.temperature, **{name: value for name, value in optional.items() if value}}
         return [
             *(*find_aiperf(), "profile", "--model", job.model, "--url", job.url),
             *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--use-legacy-max-tokens"),

@@ -47,6 +47,7 @@ class Bench:
             output_tokens=settings.max_tokens,
             ignore_eos=settings.ignore_eos,
             temperature=settings.temperature,
+            chat_template_kwargs=settings.chat_template_kwargs,
         )
         self.api_key = read_api_key(settings.api_key_file)
         own = str(target_source(deployment.target.model)) if deployment is not None else None

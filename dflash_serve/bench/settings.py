@@ -12,6 +12,7 @@ from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafte
 from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.prompts import template_kwargs
 from dflash_serve.server_adapter import ServerAdapter
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
@@ -63,6 +64,7 @@ class Settings(Frozen):
     warm_up: bool
     output: Path
     engine_args: dict[str, dict[str, JsonValue]] = Field(default={})
+    chat_template_kwargs: Annotated[dict[str, JsonValue], BeforeValidator(template_kwargs)] = Field(default={})
 
     def requests(self, concurrency: int) -> int:
         """Requests of one run."""

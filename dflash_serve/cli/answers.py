@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,7 +27,7 @@ from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.llm import LLM
-from dflash_serve.prompts import task_prompts
+from dflash_serve.prompts import task_prompts, template_kwargs, with_variables
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
 
@@ -59,6 +59,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     raw: options.Raw = False,
+    chat_template_kwargs: options.TemplateKwargs = None,
     compare: Compare = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -70,11 +71,12 @@ def generate(
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
     except ValidationError as error:
         raise UserError(describe(error)) from None
+    variables = template_kwargs(chat_template_kwargs)
+    asked = with_variables(prompt if raw else [{"role": "user", "content": prompt}], variables)
     flags = options.deployment_flags({**context.params, "max_batch_size": 1})
     described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
     with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
         llm = LLM(described)
-    asked: Prompt = prompt if raw else [{"role": "user", "content": prompt}]
 
     def show(text: str) -> None:
         console.print(text, end="", markup=False, soft_wrap=True)
@@ -85,7 +87,7 @@ def generate(
         with console.status("the same prompt with and without speculation, in turns"):
             comparison = compare_with_plain(llm.engine, [asked] * ROUNDS, params)
     if as_json:
-        typer.echo(json.dumps(_report(run, comparison), indent=2))
+        typer.echo(json.dumps({**_report(run, comparison), "chat_template_kwargs": variables}, indent=2))
     else:
         show("\n\n")
         for line in () if quiet else _summary(described.speculation.width, run, comparison):
@@ -214,6 +216,9 @@ class EvaluationReport(Frozen):
     width: int | Literal["auto"]  # Slots verified in a step; auto = chosen by the engine in each step
     max_tokens: int
     temperature: float
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}
+    )  # thinking on or off changes acceptance by up to a factor of two
     dtype: str
     environment: Environment
     tasks: dict[str, dict[str, TaskFigures]]  # Task -> `AS_IT_IS` or the control's name -> figures
@@ -230,6 +235,7 @@ def evaluate(
     width: Annotated[str | None, typer.Option(help=f"{options.WIDTH} [default: the whole block]")] = None,
     temperature: options.Temperature = 0.0,
     max_batch_size: options.MaxBatchSize = None,
+    chat_template_kwargs: options.TemplateKwargs = None,
     controls: Controls = None,
     speed: Speed = 4,
     output: Annotated[Path | None, typer.Option(help=options.REPORT)] = None,
@@ -238,7 +244,8 @@ def evaluate(
 ) -> None:
     """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
-    tasks = {name: _messages(texts[:num_prompts]) for name, texts in map(task_prompts, task)}
+    variables = template_kwargs(chat_template_kwargs)
+    tasks = {name: _messages(texts[:num_prompts], variables) for name, texts in map(task_prompts, task)}
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
     described = _with_width(deployment, context.params)
@@ -252,6 +259,7 @@ def evaluate(
         width=chosen,
         max_tokens=max_tokens,
         temperature=temperature,
+        chat_template_kwargs=variables,
         dtype=engine.dtype,
         environment=environment(),
         tasks={name: evaluation.task(name, asked, controls is not False, speed) for name, asked in tasks.items()},
@@ -264,8 +272,8 @@ def evaluate(
         Console().print(_table(report))
 
 
-def _messages(texts: list[str]) -> list[Prompt]:
-    return [[{"role": "user", "content": text}] for text in texts]
+def _messages(texts: list[str], variables: Mapping[str, Any]) -> list[Prompt]:
+    return [with_variables([{"role": "user", "content": text}], variables) for text in texts]
 
 
 def _with_width(path: Path | None, given: Mapping[str, Any]) -> Deployment:

@@ -58,6 +58,7 @@ def bench(
     max_tokens: MaxTokens = 128,
     ignore_eos: IgnoreEos = False,
     temperature: options.Temperature = 0.0,
+    chat_template_kwargs: options.TemplateKwargs = None,
     interactivity: Interactivity = None,
     baseline: Baseline = None,
     api_key_file: options.ApiKeyFile = None,

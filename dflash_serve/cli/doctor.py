@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash_serve.backend import Engine, Prompt, embedded_backend
+from dflash_serve.backend import Engine, Prompt, embedded_backend, template_variables
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
@@ -29,7 +29,7 @@ from dflash_serve.deployment import load_deployment
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation, interview
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import prompts_digest, read_prompt_set
+from dflash_serve.prompts import prompts_digest, read_prompt_set, template_kwargs
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def doctor(
     block_size: options.BlockSize = None,
     dtype: options.Dtype = None,
     prompts: options.PromptFile = None,
+    chat_template_kwargs: options.TemplateKwargs = None,
     num_prompts: NumPrompts = 16,
     max_tokens: MaxTokens = 64,
     output: options.Report = Path("doctor-report.json"),
@@ -86,7 +87,7 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     if url is not None and observed is not None:
         raise UserError("the server reports it", where="--observed", do="leave it out, or --url")
-    asked = tuple(read_prompt_set(prompts)[:num_prompts])
+    asked = tuple(read_prompt_set(prompts, variables=template_kwargs(chat_template_kwargs))[:num_prompts])
     pair = _examined_pair(deployment, context.params, asked)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
     with _progress(quiet=quiet) as advance:
@@ -176,6 +177,7 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
         "target": pair.target,
         "drafter": {name: entry.sha256 for name, entry in file_entries(drafter_folder(pair.drafter)).items()},
         "prompts": prompts_digest(pair.prompts),
+        "chat_template_kwargs": template_variables(pair.prompts[0]),
         "max_tokens": pair.params.max_tokens,
         "block_size": engine.block_size,
         "width": width,

@@ -53,6 +53,8 @@ PromptFile = Annotated[
     Path | None, typer.Option("--prompts", help="JSONL file of {'prompt': text}. [default: the bundled prompts]")
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Send prompts as they are, without the chat template.")]
+VARIABLES = "Variables of the target's chat template, as JSON: '{\"enable_thinking\": false}'."
+TemplateKwargs = Annotated[str | None, typer.Option("--chat-template-kwargs", metavar="JSON", help=VARIABLES)]
 Report = Annotated[Path, typer.Option(help=REPORT)]
 ServedName = Annotated[str | None, typer.Option(help="Name that clients use for the model. [default: the target]")]
 KeyFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; without it the server is open.")]

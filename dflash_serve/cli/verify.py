@@ -20,7 +20,7 @@ from dflash_serve.common.http import read_api_key
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import prompts_digest, read_prompt_set
+from dflash_serve.prompts import prompts_digest, read_prompt_set, template_kwargs
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice, two_servers
 
@@ -67,6 +67,7 @@ def verify(
     concurrency: Concurrency = 16,
     prompts: options.PromptFile = None,
     raw: options.Raw = False,
+    chat_template_kwargs: options.TemplateKwargs = None,
     num_prompts: NumPrompts = None,
     max_tokens: options.MaxTokens = 128,
     samples: Samples = None,
@@ -83,7 +84,7 @@ def verify(
     if samples and samples < FEWEST:
         do = f"give {FEWEST} or more, or 0 to verify greedy decoding alone"
         raise UserError(f"{samples} samples a side show nothing", where="--samples", do=do)
-    asked = read_prompt_set(prompts, raw=raw)
+    asked = read_prompt_set(prompts, raw=raw, variables=template_kwargs(chat_template_kwargs))
     if with_url or without_url:
         pair = _servers(context.params)
     else:
@@ -132,6 +133,7 @@ def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) 
     return VerifyPlan(
         prompts=min(given["num_prompts"] or len(asked), len(asked)),
         prompts_sha256=prompts_digest(asked),
+        chat_template_kwargs=template_kwargs(given["chat_template_kwargs"]),
         samples=samples,
         dtype="float32" if exact else "bfloat16",
         same_seeds=pair.embedded and exact if same_seeds is None else same_seeds,

@@ -14,7 +14,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from dflash_serve.backend import Prompt
+from dflash_serve.backend import Prompt, template_variables
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -177,7 +177,9 @@ def _is_chat(prompt: Prompt) -> bool:
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    return {"messages" if _is_chat(prompt) else "prompt": list(prompt)}
+    variables = template_variables(prompt)
+    more = {"chat_template_kwargs": variables} if variables else {}
+    return {"messages" if _is_chat(prompt) else "prompt": list(prompt), **more}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

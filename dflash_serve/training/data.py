@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dflash_serve.backend import Engine, Stream, embedded_backend
+from dflash_serve.backend import Conversation, Engine, Stream, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import sha256, write_whole
@@ -313,7 +313,8 @@ def gather_prompts(
             write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
-    prompts = [chat_prompt(engine.tokenizer, text) for text in texts if text not in excluded]
+    turns = ([{"role": "user", "content": text}] for text in texts if text not in excluded)
+    prompts = [tuple(engine.tokenize(Conversation(turn, recipe.target.chat_template_kwargs))) for turn in turns]
     prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
     random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
@@ -328,13 +329,6 @@ def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
         texts = hub_prompts(source.dataset, subset=source.subset, split=source.split, column=column, where=where)
     chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
     return list(dict.fromkeys(chosen))[: source.count]
-
-
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Token ids of one user turn up to where the assistant begins."""
-    turns = [{"role": "user", "content": text}]
-    rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def ask(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:

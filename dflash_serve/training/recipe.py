@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from dflash_serve.checkpoint.config import ConfidenceConfig, ConvolutionConfig, MarkovConfig, Slots
 from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
@@ -29,6 +30,8 @@ class TargetSection(Frozen):
 
     model: str
     revision: str | None = None
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, exclude_if=operator.not_)
+    """Variables of its chat template, such as `enable_thinking`, for all prompts."""
 
 
 class FilePrompts(Frozen):

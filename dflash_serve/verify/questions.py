@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from pydantic import Field, JsonValue
+
 from dflash_serve.backend import Prompt
 from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
@@ -57,6 +59,9 @@ class VerifyPlan(Frozen):
 
     prompts: int  # Prompts compared greedily
     prompts_sha256: str
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default={}
+    )  # Variables that every prompt gives the target's chat template
     max_tokens: int  # Longest greedy answer, in tokens
     samples: int  # Answers on each side for each sampled case; 0 = sampling is not verified
     sample_tokens: int = 8  # Longest sampled answer, in tokens

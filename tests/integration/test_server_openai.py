@@ -348,6 +348,8 @@ RECURSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$re
         ({"extra_body": {"min_tokens": 13}}, "", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"no_such_thing": 1}}}, "chat_template_kwargs", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "invalid_value"),
+        ({"extra_body": {"chat_template_kwargs": {"if": 1}}}, "chat_template_kwargs", "invalid_value"),
+        ({"extra_body": {"chat_template_kwargs": {"call": 1}}}, "chat_template_kwargs", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "invalid_value"),
     ],
 )  # fmt: skip
@@ -378,3 +380,40 @@ def test_acceptance_can_be_on_for_all_by_the_servers_setting(served: Running) ->
         metrics = chat(client).model_extra["metrics"]["speculative_decoding"]
         assert metrics["num_spec_steps"] > 0
         assert metrics["per_step_accepted"] is None
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("chat/completions", '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+         "messages.0.content.0.type", "invalid_value"),
+        ("chat/completions", '{"messages": [], "tool_choice": {"type": "allowed_tools"}}', "tool_choice.type", None),
+        ("completions", '{"prompt": ["a", [1]]}', "prompt.1", "invalid_value"),
+        ("completions", '{"prompt": 5}', "prompt", "invalid_value"),
+        ("completions", '{"prompt": "a", "model": ' + DEEP, None, "invalid_json"),
+        ("completions", '{"prompt": "a", "seed": ' + "1" * 5000 + "}", None, "invalid_json"),
+        ("completions", '{"prompt": "a"', None, "invalid_json"),
+    ],
+)  # fmt: skip
+def test_the_field_at_fault_is_named_in_the_words_of_the_request(
+    served: Running, path: str, body: str, param: str | None, code: str | None
+) -> None:
+    body = body.replace("{", '{"model": "tiny", ', 1)
+    answer = httpx.post(f"{served.url}/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert "parsing the body" not in error["message"]
+    if path == "completions" or code:
+        assert (error["param"], error["code"]) == (param, code)
+
+
+def test_an_earlier_turn_may_be_sent_back_as_it_came(client: OpenAI) -> None:
+    call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn: Any = {"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [call]}
+    assert chat(client, messages=[*MESSAGES, turn, {"role": "user", "content": "and?"}]).choices
+    call["function"] = {"name": "f", "arguments": '{"a": ' + "[" * 5000 + "]" * 5000 + "}"}
+    with pytest.raises(openai.BadRequestError, match="no JSON object"):
+        chat(client, messages=[*MESSAGES, turn, {"role": "user", "content": "and?"}])

@@ -156,3 +156,16 @@ def test_a_target_that_was_never_taught_to_call_is_a_400(
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
     with pytest.raises(openai.BadRequestError, match=message):
         chat(client)
+
+
+@pytest.mark.parametrize("stop", ["ame", "Bonn", "days", '"get_'])
+def test_a_call_that_a_stop_string_cut_off_is_text(client: OpenAI, stop: str) -> None:
+    forced = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "parallel_tool_calls": False}
+    forced["stop"] = stop
+    choice = chat(client, **forced).choices[0]
+    if choice.finish_reason == "tool_calls":  # this call does not hold it
+        fits(choice.message.tool_calls[0])
+    else:
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert choice.message.content.startswith("<tool_call>")
+    assert [*chat(client, stream=True, **forced)][-1].choices[0].finish_reason == choice.finish_reason

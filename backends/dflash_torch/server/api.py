@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from dflash_serve.speculation.params import SamplingParams
 
@@ -249,12 +249,22 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None = it is none, or nested too deeply to be read."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class ToolCall(Strict):
     """A call, and the id by which its result refers to it."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: Call
+    index: int | None = None  # accepted and ignored: clients send back what a stream gave them
 
     def plain(self) -> dict[str, Any]:
         """The call as chat templates take it, with its arguments as an object.
@@ -262,11 +272,7 @@ class ToolCall(Strict):
         Raises:
             ApiError: the arguments are no JSON object.
         """
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+        if (arguments := json_object(self.function.arguments or "{}")) is None:
             what = f"the arguments of the call {self.id or self.function.name!r} are no JSON object"
             raise ApiError(400, what, param="messages", code="invalid_value")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
@@ -278,6 +284,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
     name: str = ""
+    reasoning_content: str = Field("", validation_alias=AliasChoices("reasoning_content", "reasoning"))
     refusal: None = None
     tool_calls: list[ToolCall] = Field(default_factory=list, max_length=128)
     tool_call_id: str = ""
@@ -296,6 +303,8 @@ class ChatMessage(Strict):
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id:

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, first_line
 
 from . import responses as r
 from .api import ApiError, ChatRequest, CompletionRequest, ErrorBody
@@ -165,7 +165,15 @@ def create_app(handler: RequestHandler) -> FastAPI:
         lifespan=lifespan,
         responses=ERRORS,
     )
-    for kind in (ApiError, UserError, RequestValidationError, ValidationError, HTTPException, Exception):
+    for kind in (
+        ApiError,
+        UserError,
+        RequestValidationError,
+        ValidationError,
+        HTTPException,
+        RecursionError,
+        Exception,
+    ):
         app.add_exception_handler(kind, _error_response)
     add_status_routes(app, handler)
 
@@ -257,7 +265,10 @@ async def _error_response(_: Request, error: Exception) -> Response:  # in OpenA
     if isinstance(error, UserError):
         return _response(ApiError(400, str(error), param=error.where or None, code="invalid_value"))
     if isinstance(error, RequestValidationError | ValidationError):
-        return _response(_invalid_body(error.errors()[0]))
+        return _response(_invalid_body(error.errors(), getattr(error, "body", None)))
+    if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError | ValueError):
+        why = first_line(error.__cause__) if isinstance(error.__cause__, ValueError) else "it is nested too deeply"
+        return _response(ApiError(400, f"the body is no JSON that can be read: {why}", code="invalid_json"))
     if isinstance(error, HTTPException):
         response = _response(ApiError(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
@@ -270,16 +281,34 @@ def _response(error: ApiError) -> Response:
     return AsciiJSON(error.body.model_dump(), error.status, headers={"Retry-After": retry} if retry else None)
 
 
-def _invalid_body(first: Mapping[str, Any]) -> ApiError:
+def _invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    first = errors[0]
     if first["type"] == "json_invalid":  # its location is a character, not a field
         why = first.get("ctx", {}).get("error", "cut short")
         return ApiError(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", code="invalid_json")
-    where = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(where) or None
+    # Of a union, each branch has errors. The branch that reads furthest into the field is the one that was meant.
+    paths, branches = [_path(error, body) for error in errors], dict[object, int]()
+    for n, (error, path) in enumerate(zip(errors, paths, strict=True)):
+        if path[: len(paths[0])] == paths[0]:
+            branches.setdefault(tuple(part for part in error["loc"] if part not in path), n)
+    at = max(branches.values(), key=lambda n: (len(paths[n]), [part for part in paths[n] if isinstance(part, int)]))
+    first, param = errors[at], ".".join(map(str, paths[at])) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: not a field that this server knows", param=param, code="unknown_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
+
+
+def _path(error: Mapping[str, Any], body: Any) -> list[int | str]:
+    # keys and indices of the field at fault, without pydantic's names of branches
+    path, value = list[int | str](), body
+    parts = [part for part in error["loc"] if part != "body"]
+    for n, part in enumerate(parts):
+        inside = isinstance(value, dict) and (part in value or (n == len(parts) - 1 and error["type"] == "missing"))
+        if body is None or inside or (isinstance(value, list) and isinstance(part, int)):
+            path.append(part)
+            value = value.get(part) if isinstance(value, dict) else value[part] if isinstance(value, list) else None
+    return path
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:  # gives the body once, then the later messages of the client

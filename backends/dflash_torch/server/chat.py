@@ -12,7 +12,6 @@ schema. Only an answer that may call nothing may have text before, between and a
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import secrets
@@ -25,7 +24,7 @@ from dflash_serve.errors import UserError
 
 from ..answer import could_begin, encode_messages
 from ..grammar import WHITESPACE, checked_schema
-from .api import ChatRequest, Function
+from .api import ChatRequest, Function, json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +43,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     Raises:
         UserError: the template refuses it, or does not support something that the request asks for.
     """
-    variables = _variables(tokenizer, body)
+    variables = dict(body.chat_template_kwargs)
+    if "tools" in variables:
+        raise UserError("tools have their own field", where="chat_template_kwargs", do="send them as tools")
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
     if body.offered:
         _check_tools(tokenizer)
     # A target that may call nothing is shown no tools: it could not know that it must not call them.
@@ -52,22 +55,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     for tool in tools or ():
         tool["function"].pop("strict")
     messages = [message.plain() for message in body.messages]
-    return encode_messages(tokenizer, messages, tools=tools, **variables)
-
-
-def _variables(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> dict[str, Any]:
-    # beside messages and tools; refused where the template does not read one, or the server sets it
-    given = {name: ("chat_template_kwargs", value) for name, value in body.chat_template_kwargs.items()}
-    if body.reasoning_effort is not None:
-        given["reasoning_effort"] = ("reasoning_effort", body.reasoning_effort)
-    if not given:
-        return {}
-    words = set(re.findall(r"\w+", _source(tokenizer)))
-    ours = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
-    for name, (where, _) in given.items():
-        if name in ours or name not in words:
-            raise UserError(f"the target's chat template does not read {name!r}", where=where, do="leave it out")
-    return {name: value for name, (_, value) in given.items()}
+    return encode_messages(tokenizer, messages, variables | ({"tools": tools} if tools else {}))
 
 
 def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -123,6 +111,8 @@ class CallReader:
     calls: int = 0  # number of calls that have begun
     _held: str = ""
     _inside: bool = False  # the text so far ends in a call's arguments
+    _head: str = ""  # the markup before the last call's arguments
+    _arguments: str = ""
     _after_call: bool = False  # only white space has come since the last call; it is no text
     _news: dict[int, CallDelta] = field(default_factory=dict)
     _text: str = ""
@@ -138,7 +128,13 @@ class CallReader:
             pass
         marker = END if self._inside else BEGIN
         at = self._held.find(marker) if not last else -1
-        safe = at if at >= 0 else len(self._held) - (0 if last else could_begin([marker], self._held))
+        safe = at if at >= 0 else len(self._held) - could_begin([marker], self._held)
+        if last and self._inside and safe < len(self._held):  # whole but for its end, as after a stop string in that
+            self._inside = json_object(self._arguments + self._held[:safe]) is None
+            if not self._inside:
+                self._news_of_call(self._held[:safe])
+                self._held = ""
+        safe = len(self._held) if last else safe
         self._take(self._held[:safe])
         self._held = self._held[safe:]
         return self._text, [self._news[index] for index in sorted(self._news)]
@@ -148,7 +144,7 @@ class CallReader:
         if head is None:
             return False
         self._take(self._held[: head.start()])
-        self._held, self._inside = self._held[head.end() :], True
+        self._held, self._inside, self._head, self._arguments = self._held[head.end() :], True, head[0], ""
         function = {"name": head[1], "arguments": ""}
         call = {"index": self.calls, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         self._news[self.calls] = call
@@ -169,11 +165,19 @@ class CallReader:
             self._after_call = self._after_call and not piece
             self._text += piece
         elif piece:
-            index = self.calls - 1
-            delta = self._news.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            delta["function"]["arguments"] += piece
+            self._news_of_call(piece)
 
+    def _news_of_call(self, piece: str) -> None:
+        index = self.calls - 1
+        delta = self._news.setdefault(index, {"index": index, "function": {"arguments": ""}})
+        delta["function"]["arguments"] += piece
+        self._arguments += piece
 
-def finish_of(reason: FinishReason | None, calls: int) -> ChatFinishReason | None:
-    """Chat's finish_reason: `tool_calls` where an answer with calls was not cut off."""
-    return "tool_calls" if reason == "stop" and calls else reason
+    @property
+    def unfinished(self) -> str | None:
+        """Markup of the call in which the answer was cut off; None = its calls are whole."""
+        return self._head + self._arguments if self._inside else None
+
+    def finish_of(self, reason: FinishReason | None) -> ChatFinishReason | None:
+        """Chat's finish_reason: `tool_calls` where an answer with calls was not cut off, by a stop string neither."""
+        return "tool_calls" if reason == "stop" and self.calls and not self._inside else reason

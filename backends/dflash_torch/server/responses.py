@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ..answer import Answer
 from ..grammar import Grammars
 from ..request import Request
 from .api import AcceptanceMetrics, ChatRequest, CompletionRequest, ToolCall
-from .chat import CallDelta, CallReader, ChatFinishReason, finish_of
+from .chat import CallDelta, CallReader, ChatFinishReason
 
 # Stands for minus infinity in JSON, as in vLLM.
 LOWEST = -9999.0
@@ -202,7 +203,7 @@ class TokenNames:
     """Log probabilities with their tokens as text and bytes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
-        self._tokenizer, self._grammars = tokenizer, grammars
+        self._tokenizer, self._grammars, self._special = tokenizer, grammars, {*tokenizer.all_special_ids}
 
     def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Log probabilities in the shape of `ChatLogprobs`."""
@@ -212,18 +213,22 @@ class TokenNames:
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """Log probabilities in the shape of `CompletionLogprobs`.
+    def completion(self, entries: Sequence[TokenLogprob], offset: int, decoder: IncrementalDecoder) -> dict[str, Any]:
+        """Log probabilities in the shape of `CompletionLogprobs`, with one more `text_offset`: that of the next token.
 
         Args:
             offset: where in the answer the text of the first token begins, in characters.
+            decoder: of the answer's bytes; a character may need several tokens, which have one offset.
         """
-        tokens = [self._text(entry.token_id) for entry in entries]
+        raw = (
+            b"" if entry.token_id in self._special else self._grammars.token_bytes(entry.token_id) for entry in entries
+        )
+        lengths = (len(decoder.decode(one)) if one else 0 for one in raw)
         return {
-            "tokens": tokens,
+            "tokens": [self._text(entry.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
-            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
+            "text_offset": list(accumulate(lengths, initial=offset)),
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:  # the generated token is always among them
@@ -231,11 +236,18 @@ class TokenNames:
         return {self._text(token): max(value, LOWEST) for token, value in reversed(pairs)}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = list(self._grammars.token_bytes(token))
-        return {"token": self._text(token), "logprob": max(logprob, LOWEST), "bytes": raw}
+        raw = self._grammars.token_bytes(token)
+        text = self._text(token) if token in self._special else raw.decode(errors="replace")
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
     def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+        if token in self._special:
+            return str(self._tokenizer.decode([token]))
+        raw = self._grammars.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:  # a part of a character; names are keys here
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 @dataclass
@@ -261,6 +273,7 @@ class Formatter(ABC):
     def __post_init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time())
         self._sent: dict[int, int] = {}  # characters of each begun answer's tokens that events have shown
+        self._decoders = defaultdict[int, IncrementalDecoder](lambda: getincrementaldecoder("utf-8")("replace"))
 
     def event(self, chunk: Chunk) -> dict[str, Any] | None:
         """The event of one chunk; None where it would be empty: a step may bring half a character only."""
@@ -348,12 +361,15 @@ class ChatFormatter(Formatter):
 
     def _choice(self, chunk: Chunk, text: str, calls: list[CallDelta], *, whole: bool = False) -> dict[str, Any]:
         logprobs = None if self.names is None or chunk.logprobs is None else self.names.chat(chunk.logprobs)
-        fields = self._fields(chunk, finish_of(chunk.finish_reason, self._readers[chunk.index].calls), logprobs)
+        reader = self._readers[chunk.index]
+        fields = self._fields(chunk, reader.finish_of(chunk.finish_reason), logprobs)
         role = None if chunk.index in self._sent else "assistant"
         self._sent.setdefault(chunk.index, 0)
         if not whole:
             delta = {"role": role, "content": text if text or not calls else None, "tool_calls": calls or None}
             return {**fields, "delta": delta}
+        if reader.unfinished is not None:  # no call that a client could run
+            text, calls = text + reader.unfinished, calls[:-1]
         content = text.rstrip() if calls else text
         found = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         message = {"role": role, "content": content if content or not calls else None, "refusal": None}
@@ -381,7 +397,7 @@ class CompletionFormatter(Formatter):
         offset = self._sent.get(chunk.index, 0)
         logprobs = None
         if self.names is not None and chunk.logprobs is not None:
-            logprobs = self.names.completion(chunk.logprobs, offset)
-            offset += sum(map(len, logprobs["tokens"]))
+            logprobs = self.names.completion(chunk.logprobs, offset, self._decoders[chunk.index])
+            offset = logprobs["text_offset"].pop()
         self._sent[chunk.index] = offset
         return self._fields(chunk, chunk.finish_reason, logprobs) | {"text": text}

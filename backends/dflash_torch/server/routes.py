@@ -216,7 +216,7 @@ def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, par
 
 def _characters(prompt: str | list[int] | ChatRequest) -> int:  # length of the text; 0 for token ids
     if isinstance(prompt, ChatRequest):
-        return sum(len(message.text) for message in prompt.messages)
+        return sum(len(message.text) + len(message.reasoning_content) for message in prompt.messages)
     return len(prompt) if isinstance(prompt, str) else 0
 
 

@@ -150,3 +150,24 @@ def test_a_broken_model_is_one_clear_line(
     fault(folder)
     told = ask("hi", f"--{model}", folder, "--raw", "--dtype", "float32", "--width", 4)
     expect_one_line(told, *(word.format(folder=folder) for word in words))
+
+
+def test_thinking_is_a_variable_of_the_template_and_part_of_the_report(ask: Ask) -> None:
+    code, out, _ = ask("fox", "--max-tokens", 4, "--json", "--chat-template-kwargs", '{"enable_thinking": false}')
+    assert (code, json.loads(out)["chat_template_kwargs"]) == (0, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--chat-template-kwargs", "thinking"), "not a JSON object"),
+        (("--chat-template-kwargs", "[1]"), "not a JSON object"),
+        (("--chat-template-kwargs", '{"enable_thinkin": 1}'), "does not read 'enable_thinkin'"),
+        (("--chat-template-kwargs", '{"if": 1}'), "does not read 'if'"),
+        (("--chat-template-kwargs", '{"enable_thinking": 1}', "--raw"), "no chat template writes it"),
+    ],
+)
+def test_variables_that_no_template_reads_are_one_line(ask: Ask, flags: tuple[str, ...], says: str) -> None:
+    code, out, err = ask("fox", "--max-tokens", 4, *flags)
+    assert (code, out) == (2, "")
+    assert says in err

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.backend import Conversation
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import API_KEY_ENV, RefusedError, read_api_key
 from dflash_serve.errors import UserError
@@ -160,3 +161,10 @@ def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
         threading.Thread(target=answer, args=(listener,), daemon=True).start()
         target = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
         assert [target.complete("hello", GREEDY).pieces for _ in range(3)] == [(7,)] * 3
+
+
+def test_variables_of_the_chat_template_go_with_the_conversation() -> None:
+    with server(lambda _: completion(token_ids=[5])) as (url, asked):
+        Endpoint(url).complete(Conversation(HELLO, {"enable_thinking": False}), GREEDY)
+        Endpoint(url).complete(HELLO, GREEDY)
+    assert [body.get("chat_template_kwargs") for body in asked] == [{"enable_thinking": False}, None]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 from dflash_serve.models.loader import load_tokenizer
 from dflash_torch.answer import Detokenizer
@@ -76,3 +76,19 @@ def test_an_answer_goes_on_from_its_prompt(sentencepiece: Tokenizer) -> None:
     stream = Detokenizer(sentencepiece, [1])
     assert stream.feed([2]) + stream.feed([3]) == " Paris now"
     assert sentencepiece.decode([1, 2, 3]) == "is Paris now"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "left"),
+    [
+        ("abcd", "bc", 2, "a"),  # begins within the first two tokens, ends behind them
+        ("abcbc", "bc", 3, "abc"),  # the first one ends within them
+        ("abcd", "abcd", 4, "abcd"),
+        ("abab", "ab", 2, "ab"),
+    ],
+)
+def test_a_stop_string_counts_where_it_ends_behind_min_tokens(text: str, stop: str, min_tokens: int, left: str) -> None:
+    letters = Tokenizer(WordLevel({letter: n for n, letter in enumerate("abcd")}, unk_token="a"))
+    letters.decoder = decoders.Fuse()
+    stream = Detokenizer(letters, stop=[stop, "no such longer string"], min_tokens=min_tokens)
+    assert "".join([stream.feed(["abcd".index(letter)]) for letter in text]) + stream.flush() == left

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from openai._streaming import ServerSentEvent, SSEDecoder
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from dflash_serve.backend import TokenLogprob
+from dflash_torch.server.responses import TokenNames
 from dflash_torch.server.routes import DONE, EventStream, ascii_json, unless_gone
 from dflash_torch.server.worker import ResponseStream
 
@@ -163,3 +166,25 @@ def test_work_for_a_client_that_has_gone_is_cancelled_and_its_own_error_is_the_c
 
     asyncio.run(run())
     assert cancelled == [True]
+
+
+class Bytes:
+    """Token bytes of a SentencePiece vocabulary: a word with its space, and an emoji in four tokens."""
+
+    RAW = (b" quick", b"\xf0", b"\x9f", b"\xa6", b"\x8a", b"<end>")
+    all_special_ids = (5,)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.RAW[token]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.RAW[tokens[0]].decode(errors="replace").strip()
+
+
+def test_tokens_are_named_and_placed_by_their_bytes() -> None:
+    fake: Any = Bytes()
+    entries = [TokenLogprob(token, -1.0, ((1, -2.0), (2, -3.0))) for token in (0, 1, 2, 3, 4, 0, 5)]
+    found = TokenNames(fake, fake).completion(entries, 0, getincrementaldecoder("utf-8")("replace"))
+    assert found["tokens"] == [" quick", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\xa6", "bytes:\\x8a", " quick", "<end>"]
+    assert found["text_offset"] == [0, 6, 6, 6, 6, 7, 13, 13]
+    assert set(found["top_logprobs"][0]) == {" quick", "bytes:\\xf0", "bytes:\\x9f"}

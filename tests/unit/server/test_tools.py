@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_torch.server.chat import CallReader, finish_of
+from dflash_serve.backend import FinishReason
+from dflash_torch.server.chat import CallReader
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call>'
 TWO = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
@@ -43,5 +45,21 @@ def test_spaces_between_words_after_a_call_are_kept() -> None:
     assert "".join(pieces) == "and so on"
 
 
-def test_an_answer_that_was_cut_off_waits_for_no_tool() -> None:
-    assert (finish_of("stop", 1), finish_of("stop", 0), finish_of("length", 1)) == ("tool_calls", "stop", "length")
+@pytest.mark.parametrize(
+    ("answer", "reason", "told", "unfinished"),
+    [
+        (TWO, "stop", "tool_calls", None),
+        ("no call", "stop", "stop", None),
+        (TWO, "length", "length", None),
+        (TWO[: TWO.index("{}") + 1], "stop", "stop", TWO[: TWO.index("{}") + 1]),
+        (TWO[: TWO.index("{}") + 2], "stop", "stop", TWO[: TWO.index("{}") + 2]),
+        (TWO.removesuffix("</tool_call>"), "stop", "tool_calls", None),
+        (ONE[: ONE.index("}")], "length", "length", ONE[: ONE.index("}")]),
+    ],
+)
+def test_a_call_that_a_stop_string_cut_off_is_no_call(
+    answer: str, reason: FinishReason, told: str, unfinished: str | None
+) -> None:
+    reader = CallReader()
+    reader.feed(answer, last=True)
+    assert (reader.finish_of(reason), reader.unfinished) == (told, unfinished)
