@@ -16,7 +16,7 @@ import yaml
 from dflash_serve.errors import UserError, first_line
 
 
-class Limits(NamedTuple):
+class DocumentLimits(NamedTuple):
     """Largest document that is read."""
 
     bytes: int
@@ -24,16 +24,16 @@ class Limits(NamedTuple):
     depth: int = 64
 
 
-TEXT = Limits(2**20, 20_000)
+TEXT = DocumentLimits(2**20, 20_000)
 """What a person writes: deployments, recipes. PyYAML reads some 10,000 values a second."""
-CONFIG = Limits(16 * 2**20, 500_000)
+CONFIG = DocumentLimits(16 * 2**20, 500_000)
 """config.json: a quantised one may list every module."""
-DATA = Limits(100_000_000, 20_000_000)
+DATA = DocumentLimits(100_000_000, 20_000_000)
 """Headers and indices of weights (the limit of the safetensors library), reports."""
 LARGEST_INTEGER = 2**64
 
 
-def read_bytes(path: Path, limits: Limits = TEXT, *, do: str = "") -> bytes:
+def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> bytes:
     """The contents of a file, which may be a pipe.
 
     Raises:
@@ -50,15 +50,15 @@ def read_bytes(path: Path, limits: Limits = TEXT, *, do: str = "") -> bytes:
     return data
 
 
-def read_text(path: Path, limits: Limits = TEXT, *, do: str = "") -> str:
+def read_text(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> str:
     """The text of a file; raises as `read_bytes`, and for text that is not UTF-8."""
     try:
         return read_bytes(path, limits, do=do).decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("not UTF-8 text", where=str(path), do=do) from None
+        raise UserError("not valid: not UTF-8 text", where=str(path), do=do) from None
 
 
-def read_json(path: Path, limits: Limits = DATA, *, do: str = "") -> Any:
+def read_json(path: Path, limits: DocumentLimits = DATA, *, do: str = "") -> Any:
     """The contents of a JSON file.
 
     Raises:
@@ -67,7 +67,7 @@ def read_json(path: Path, limits: Limits = DATA, *, do: str = "") -> Any:
     return parse_json(read_text(path, limits, do=do), limits, where=str(path), do=do)
 
 
-def parse_json(text: str, limits: Limits = DATA, *, where: str, do: str = "") -> Any:
+def parse_json(text: str, limits: DocumentLimits = DATA, *, where: str, do: str = "") -> Any:
     """The value of a JSON text; raises as `read_json`."""
     try:
         return _within(json.loads(text), limits)
@@ -75,7 +75,7 @@ def parse_json(text: str, limits: Limits = DATA, *, where: str, do: str = "") ->
         raise UserError(f"not valid JSON ({_reason(error)})", where=where, do=do) from None
 
 
-def read_yaml(path: Path, limits: Limits = TEXT) -> object:
+def read_yaml(path: Path, limits: DocumentLimits = TEXT) -> object:
     """The contents of a YAML file; raises as `read_json`."""
     loader = None
     try:
@@ -112,7 +112,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _within(document: Any, limits: Limits) -> Any:
+def _within(document: Any, limits: DocumentLimits) -> Any:
     """The document; ValueError if it exceeds the limits, or has what cannot be written as JSON and UTF-8."""
     level: list[Any] = [document]
     total = depth = 0
