@@ -118,6 +118,7 @@ RULES: Mapping[str, Schema] = {
     "cache.path": _optional("/.+"),
     "secrets.huggingFaceToken.key": {"minLength": 1},
     "secrets.apiKeys.key": {"minLength": 1},
+    "build.recipe": {"pattern": ""},  # a file: its lines stay
     "build.image.repository": _optional(NAME_WITHOUT_TAG),
     "build.image.digest": _optional(DIGEST),
     "build.gpus": _least(0),
