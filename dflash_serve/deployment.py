@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
+from dflash_serve.common.documents import CONFIG, read_text
 from dflash_serve.common.settings import ENV_PREFIX, Frozen, PositiveInt, merged_settings
 from dflash_serve.errors import UserError, first_line
 
@@ -225,8 +226,8 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
     from dflash_serve.speculation.costs import CostModel  # numpy, which not every install has
 
     try:
-        return CostModel.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
+        return CostModel.model_validate_json(read_text(Path(path), CONFIG))
+    except ValidationError as error:
         do = "give seconds by rows (target) and by requests (draft), or leave it out"
         raise UserError(f"no cost table ({first_line(error)})", where=path, do=do) from None
 

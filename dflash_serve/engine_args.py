@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from dflash_serve.deployment import Serving
-from dflash_serve.errors import Problem, UserError, did_you_mean
+from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, shown
 
 EngineArgs = Mapping[str, JsonValue]
 """Name, without dashes -> value: text or a number, a list for several, true for a flag that stands alone."""
@@ -198,6 +199,20 @@ def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
         else:
             found[name].append(word)
     return {name: values[0] if len(values) == 1 else list(values) or True for name, values in found.items()}
+
+
+def own_parser(engine: str, build: Callable[[], EngineParser], pinned: Path) -> EngineParser:
+    """The installed engine's own parser; the pinned one, and a line on stderr, if the engine is half installed.
+
+    SGLang without triton, or without a GPU, fails with whatever error its import meets.
+    """
+    try:
+        return build()
+    except Exception as error:
+        why = shown(first_line(error))
+        told = f"{engine} is installed but cannot be imported here ({why})"
+        print(f"dflash-serve: note: {told}; its arguments are checked against the pinned list", file=sys.stderr)
+        return pinned_parser(pinned)
 
 
 def pinned_parser(path: Path) -> EngineParser:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+LONGEST = 600  # characters of one part of a message: a path of 300 and as many words
+MOST_LINES = 20  # problems that are printed
+
 
 class UserError(Exception):
     """A mistake in the user's input: shown as one line with exit code 2 (or HTTP 400), never as a traceback.
@@ -17,9 +20,12 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
-        self.what, self.where, self.do = what, where, do
+        self.what, self.where, self.do = what, where, do = shown(what), shown(where), shown(do)
         parts = [f"{where}: {what}" if where else what, do]
         super().__init__("; ".join(part for part in parts if part))
+
+    def problem(self) -> Problem:
+        return Problem(self.what, self.where, self.do)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class Problem:
     where: str = ""
     do: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("what", "where", "do"):
+            object.__setattr__(self, name, shown(getattr(self, name)))
+
     def __str__(self) -> str:
         return str(self.error())
 
@@ -37,8 +47,29 @@ class Problem:
         return UserError(self.what, where=self.where, do=self.do)
 
 
+def shown(text: str) -> str:
+    """The text on one line of at most `LONGEST` characters: what a terminal would obey is escaped, the middle is cut.
+
+    Values of a file stand in messages; a newline or an escape sequence in them must not look like ours.
+    """
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        text = f"{text[:half]}... ({len(text):,} characters) ...{text[-half:]}"
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def listed(problems: Sequence[Problem]) -> list[str]:
+    """The lines of at most `MOST_LINES` problems, and the number of the others."""
+    more = len(problems) - MOST_LINES
+    return [*map(str, problems[:MOST_LINES]), *([f"and {more:,} more"] if more > 0 else [])]
+
+
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
     """ "did you mean X?" for the most similar known name, shown with `prefix` before it; "" if none is similar."""
+    if len(given) > LONGEST:
+        return ""
     near = get_close_matches(given, list(known), n=1, cutoff=0.7)
     return f"did you mean {prefix}{near[0]}?" if near else ""
 
@@ -63,9 +94,6 @@ def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
     raise UserError(first.what, where=first.where, do="; ".join(part for part in (first.do, more) if part))
 
 
-IN_ONE_MESSAGE = 8  # Largest number of problems in the message of `refuse`
-
-
 def refuse(problems: Iterable[Problem]) -> None:
     """Ends the start of an engine's server, in which our code is a plug-in, if there are problems.
 
@@ -74,5 +102,4 @@ def refuse(problems: Iterable[Problem]) -> None:
     """
     found = list(problems)
     if found:
-        more = [f"(and {len(found) - IN_ONE_MESSAGE} more)"] if len(found) > IN_ONE_MESSAGE else []
-        raise ValueError("dflash-serve: " + "\n".join([*map(str, found[:IN_ONE_MESSAGE]), *more]))
+        raise ValueError("dflash-serve: " + "\n".join(listed(found)))

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dflash_serve.deployment import Deployment
-from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
+from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, own_parser, pinned_parser
 
 from .facts import RELEASES
 
@@ -92,6 +92,10 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
 def _parser() -> EngineParser:  # the installed SGLang's own, else the pinned one
     if RELEASES.installed() is None:
         return pinned_parser(PINNED)
+    return own_parser("SGLang", _installed, PINNED)
+
+
+def _installed() -> EngineParser:
     parser = EngineParser()
     import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     return parser

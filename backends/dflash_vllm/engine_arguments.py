@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, pinned_parser
+from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, own_parser, pinned_parser
 
 from .facts import RELEASES
 from .launch_plan import VLLMPlan
@@ -111,6 +111,10 @@ def _parser() -> EngineParser:
     command_line = COMMAND_LINE.get(RELEASES.numbers(RELEASES.installed()))
     if command_line is None:
         return pinned_parser(PINNED)
+    return own_parser("vLLM", lambda: _installed(command_line), PINNED)
+
+
+def _installed(command_line: str) -> EngineParser:
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported; ours is for our answers
         flexible = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
         parser: EngineParser = type("VLLMParser", (EngineParser, flexible), {})()

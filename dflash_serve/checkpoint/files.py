@@ -7,7 +7,7 @@ folder is loaded.
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dflash_serve.common.documents import CONFIG, DATA, parse_json, read_json, read_text
 from dflash_serve.common.files import sha256
 from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
@@ -25,7 +26,6 @@ QUANT_CONFIG = "hf_quant_config.json"
 IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 PIECE = 1 << 24  # bytes of a tensor that are compared at once
-LARGEST_HEADER = 100_000_000  # bytes: the limit of the safetensors library
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
         kind: `drafter` or `target`, for the messages.
     """
     again = f"download the {kind} again"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         problems.append(Problem(f"no {path.name}", str(path.parent), f"give a {kind}'s folder"))
-    except (ValueError, OSError) as error:
-        problems.append(Problem(f"not valid JSON ({error})", str(path), again))
+        return None
+    try:
+        raw = read_json(path, CONFIG, do=again)
+    except UserError as error:
+        problems.append(error.problem())
     else:
         if isinstance(raw, dict):
             return raw
@@ -102,7 +103,7 @@ def _read_shards(index: Path, problems: list[Problem], only: Collection[str] | N
     headers: dict[str, Header] = {}
     for name in sorted(name for name in set(weight_map.values()) if only is None or name in only):
         shard = index.parent / name
-        if Path(name).name != name or not shard.is_file():
+        if Path(name).name != name or not os.path.isfile(shard):  # Path.is_file raises for a name that is too long
             problems.append(Problem(f"shard {name!r} is missing", str(index), AGAIN))
             continue
         for tensor, header in _read_header(shard, problems).items():
@@ -114,9 +115,12 @@ def _read_shards(index: Path, problems: list[Problem], only: Collection[str] | N
 
 def _weight_map(index: Path, problems: list[Problem]) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index, do=AGAIN)["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except UserError as error:
+        problems.append(error.problem())
+        return {}
+    except (KeyError, TypeError, AttributeError) as error:
         problems.append(Problem(f"no readable weight_map ({first_line(error)})", str(index), AGAIN))
         return {}
 
@@ -126,7 +130,7 @@ def _read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
     # checked against the file's size, so that an incomplete download is found without reading the data.
     try:
         return _parse(path)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, struct.error, UserError) as error:
         problems.append(Problem(f"not a whole safetensors file ({first_line(error)})", str(path), AGAIN))
         return {}
 
@@ -135,14 +139,16 @@ def _parse(path: Path) -> dict[str, Header]:
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(size - 8, LARGEST_HEADER):
+        if length > min(size - 8, DATA.bytes):
             raise ValueError(f"its header claims {length} bytes, the file has {size}")
-        entries = json.loads(file.read(length))
+        entries = parse_json(file.read(length).decode("utf-8"), DATA, where="its header")
     entries.pop("__metadata__", None)
     headers, end = {}, 8 + length
     for name, entry in entries.items():
         start, stop = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
+        shape = tuple(entry["shape"])
+        if not all(type(n) is int and n >= 0 for n in (*shape, start, stop - start)):
+            raise ValueError(f"tensor {name} has shape {list(shape)} and bytes {start} to {stop}")
         headers[name] = Header(path, str(entry["dtype"]), shape, stop - start, 8 + length + start)
         end = max(end, 8 + length + stop)
     if end != size:
@@ -210,8 +216,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
-    except (ValidationError, OSError, UnicodeDecodeError):
+        return Manifest.model_validate_json(read_text(path, CONFIG))
+    except (ValidationError, UserError):
         raise UserError("cannot be read as a manifest", where=str(path), do=DO) from None
 
 

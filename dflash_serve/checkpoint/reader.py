@@ -7,7 +7,6 @@ safetensors headers. `DIALECTS` is the registry of dialects.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,8 @@ from dflash_serve.checkpoint.tensors import (
     proper_name,
     scale_problems,
 )
-from dflash_serve.errors import Problem, raise_problems
+from dflash_serve.common.documents import CONFIG, read_json
+from dflash_serve.errors import Problem, UserError, raise_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,10 +145,10 @@ def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
 def is_plain(folder: Path) -> bool:
     """config.json has an architecture of `PLAIN`, or cannot be read (`open_checkpoint` then reports why)."""
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        raw = read_json(folder / "config.json", CONFIG)
         architectures = raw.get("architectures") or [PLAIN[0]]
         return architectures[0] in PLAIN
-    except (OSError, ValueError, AttributeError, TypeError, LookupError):
+    except (UserError, AttributeError, TypeError, LookupError):
         return True
 
 

@@ -29,7 +29,7 @@ from dflash_serve.cli import options
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import require_writable
 from dflash_serve.deployment_checks import check_pairing, pairing_notes
-from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
@@ -300,8 +300,8 @@ def _print(checkpoint: Checkpoint, problems: list[Problem], notes: list[str], *,
         console.print(table)
         for note in notes:
             console.print(Text("note  ", style="bold yellow").append(note, style="default"))
-    for problem in problems:
-        console.print(Text("problem  ", style="bold red").append(str(problem), style="default"))
+    for line in listed(problems):
+        console.print(Text("problem  ", style="bold red").append(line, style="default"))
     if not problems:
         console.print(Text("no problems found", style="green"))
 

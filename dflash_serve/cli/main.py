@@ -57,11 +57,13 @@ for point in entry_points(group="dflash_serve.verbs"):
 
 
 def run() -> None:
-    """Entry point: a user's mistake, or an extra that is not installed, is one line on stderr and exit code 2."""
+    """Entry point: a mistake, a missing extra, or a refusal of the system is one line on stderr and exit code 2."""
     try:
         app()
-    except (UserError, ModuleNotFoundError) as error:
+    except (UserError, ModuleNotFoundError, OSError) as error:
         told = absent(error) if isinstance(error, ModuleNotFoundError) else error
+        if isinstance(error, OSError):  # a name that is too long, a full disk
+            told = UserError(error.strerror or str(error), where=str(error.filename or ""))
         if told is None:
             raise
         print(f"dflash-serve: {told}", file=sys.stderr)

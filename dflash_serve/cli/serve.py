@@ -20,7 +20,7 @@ from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import require_program
 from dflash_serve.deployment import load_deployment
-from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.errors import Problem, UserError, listed, raise_problems
 from dflash_serve.server_adapter import HINT, Launch, Preview, resolve
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -142,12 +142,12 @@ def show_launch(launch: Launch, folder: Path, host: str, port: int, *, as_json: 
         command = launch.command(folder, host=host, port=port)
         told = launch.preview(folder)
     except UserError as error:  # most often a problem has said it already
-        problems = problems or [Problem(error.what, error.where, error.do)]
+        problems = problems or [error.problem()]
     if as_json:
         typer.echo(json.dumps(_as_json(launch, folder, problems, command, told or Preview()), indent=2))
     elif quiet:
-        for problem in problems:
-            typer.echo(f"problem: {problem}", err=True)
+        for line in listed(problems):
+            typer.echo(f"problem: {line}", err=True)
         if command is not None and not problems:
             settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
             typer.echo(" ".join([*settings, shlex.join(command.argv)]))
@@ -180,7 +180,7 @@ def _lines(
         yield f"{backend}: no problem found"
     else:
         yield "problems"
-        yield from (f"{INDENT}{problem}" for problem in problems)
+        yield from (f"{INDENT}{line}" for line in listed(problems))
     if command is not None:
         yield "environment" if command.env else "environment: nothing is added"
         yield from (f"{INDENT}{name}={value}" for name, value in command.env.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -86,6 +87,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             raise
         if old.exists():
             shutil.rmtree(old)
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError" and (code := re.search(r"\(os error (\d+)\)", str(error))):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error  # its writer's error is no OSError
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

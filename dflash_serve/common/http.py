@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from dflash_serve.common.documents import read_text
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ class Connection:
     connections: int = 16
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:  # http://[
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError("not an address of a server", where=self.url, do="give http://host:port")
         if "@" in parts.netloc:
@@ -108,7 +112,7 @@ class Connection:
                 if attempt < RECONNECTS:
                     continue
                 raise _unreachable(error, where) from None
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # of idna, for a long name
                 raise _unreachable(error, where) from None
             if response.status_code not in BUSY or attempt == PATIENCE:
                 break
@@ -138,10 +142,8 @@ def read_keys(file: str | Path) -> list[str]:
     Raises:
         UserError: the file cannot be read, or has none.
     """
-    try:
-        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(file), do="give a file with one key a line") from None
+    text = read_text(Path(file), do="give a file with one key a line")
+    lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise UserError("has no key", where=str(file), do="write one key a line, or leave the file out")

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from dflash_serve.common.documents import read_yaml
 from dflash_serve.errors import UserError, did_you_mean
 
 ENV_PREFIX = "DFLASH_SERVE_"
@@ -31,22 +31,6 @@ class Frozen(BaseModel):
     """Base of every description that is read from a file: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def read_yaml(path: Path) -> object:
-    """The contents of a YAML file.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except UnicodeDecodeError:
-        raise UserError("not UTF-8 text", where=str(path)) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"not valid YAML ({' '.join(str(error).split())})", where=str(path)) from None
 
 
 def read_recipe_file(path: Path) -> object:

@@ -20,12 +20,15 @@ Schema = dict[str, Any]
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"  # helm 3 knows no later one
 TEXT: Schema = {"type": "string"}
+LINE: Schema = {"type": "string", "pattern": r"^[^\x00-\x1f\x7f]*$"}
+"""Text of a template's line: a newline in it could add keys, such as `privileged: true`, to a pod."""
 TEXTS: Schema = {"additionalProperties": TEXT}
 OBJECTS: Schema = {"items": {"type": "object"}}
 QUANTITY = r"[1-9][0-9]*([kMGT]|[KMGT]i)?"
 CPUS = r"[1-9][0-9]*m?|[0-9]+\.[0-9]+"
 DIGEST = "sha256:[0-9a-f]{64}"
-NAME_WITHOUT_TAG = "([^@:/]+(:[0-9]+)?/)?[^@:]+"
+NAME_WITHOUT_TAG = "([^@:/\\s]+(:[0-9]+)?/)?[^@:\\s]+"
+OBJECT_NAME = "[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ADDRESS = "https?://.+"
 
 
@@ -94,6 +97,8 @@ RULES: Mapping[str, Schema] = {
     "image.repository": _pattern(NAME_WITHOUT_TAG),
     "image.digest": _pattern(DIGEST),
     "image.pullPolicy": _choice("IfNotPresent", "Always", "Never"),
+    "image.pullSecrets": {"items": {**TEXT, **_pattern(OBJECT_NAME)}},
+    **{f"placement.{name}": _optional(OBJECT_NAME) for name in ("runtimeClassName", "priorityClassName")},
     "replicas": _least(1),
     "resources.cpu": _optional(CPUS),
     "resources.memory": _optional(QUANTITY),
@@ -113,6 +118,7 @@ RULES: Mapping[str, Schema] = {
     "cache.path": _optional("/.+"),
     "secrets.huggingFaceToken.key": {"minLength": 1},
     "secrets.apiKeys.key": {"minLength": 1},
+    "build.recipe": {"pattern": ""},  # a file: its lines stay
     "build.image.repository": _optional(NAME_WITHOUT_TAG),
     "build.image.digest": _optional(DIGEST),
     "build.gpus": _least(0),
@@ -209,8 +215,10 @@ def _of_mapping(defaults: Mapping[str, Any], described: Mapping[str, str], found
 
 def _of_default(default: object) -> Schema:
     if isinstance(default, list):
-        return {"type": "array", "items": TEXT}
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+        return {"type": "array", "items": LINE}
+    if isinstance(default, str):
+        return LINE
+    kinds = {bool: "boolean", int: "integer", float: "number"}
     return {"type": kinds.get(type(default), "object")}
 
 
@@ -234,9 +242,10 @@ def _comments(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _untitled(node: Any) -> Any:
-    """The schema without pydantic's titles, which repeat the names of keys."""
+    """The schema without pydantic's titles, which repeat the names of keys; texts are lines."""
     if isinstance(node, list):
         return [_untitled(value) for value in node]
     if not isinstance(node, dict):
         return node
-    return {key: _untitled(value) for key, value in node.items() if key != "title" or not isinstance(value, str)}
+    kept = {key: _untitled(value) for key, value in node.items() if key != "title" or not isinstance(value, str)}
+    return {**LINE, **kept} if kept.get("type") == "string" and "enum" not in kept and "const" not in kept else kept

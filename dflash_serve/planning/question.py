@@ -16,6 +16,7 @@ from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.common.documents import read_json
 from dflash_serve.deployment import PER_NODE, Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
@@ -224,30 +225,23 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
         UserError: it is no such report, has no such task, or tells no survival.
     """
     where = f"--survival {path}"
-    report = _read_report(path, where)
+    report = read_json(path)
     try:
         if "points" in report:
             survival, measured = _of_bench(report["points"]), "bench"
         else:
             measured = _task_of(report["tasks"], task, where)
             survival = report["tasks"][measured][AS_IT_IS]["survival"]
-    except (KeyError, TypeError, AttributeError):
+        known = [float(share) for share in survival[: block_size - 1] if share is not None]
+    except (KeyError, TypeError, ValueError, AttributeError):
         do = "give the JSON of `evaluate --output` or of `bench`"
         raise UserError("no report", where=where, do=do) from None
-    known = [float(share) for share in survival[: block_size - 1] if share is not None]
     if not known:
         raise UserError("it tells no survival", where=where, do="measure with a fixed width")
     conditional = known[-1] / known[-2] if len(known) > 1 and known[-2] else known[-1]
     while len(known) < block_size - 1:
         known.append(known[-1] * conditional)
     return _expected(known, f"measured: {measured} of {path.name}")
-
-
-def _read_report(path: Path, where: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"cannot be read ({error})", where=where) from None
 
 
 def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:
@@ -298,7 +292,7 @@ def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
     where, do = f"--calibrate {path}", "give the bench.json of a `bench` of this pair"
     parallel, asked, start = question.deployment.parallel, question.deployment.target.model, question.constants
     split = Split(parallel.tensor, parallel.expert)
-    report = _read_report(path, where)
+    report = read_json(path)
     try:
         target = report.get("served", {}).get("Target", asked)
         hardware = report.get("environment", {}).get("hardware") or "unknown hardware"

@@ -37,7 +37,7 @@ readinessProbe:
       - /etc/dflash-serve/ready.py
       - --backend={{ .Values.backend }}
       - --ready={{ $probes.ready }}
-      - --model={{ include "dflash-serve.servedModel" . }}
+      - {{ printf "--model=%s" (include "dflash-serve.servedModel" .) | quote }}
       - --width={{ $facts.width }}
       {{- with .Values.secrets.apiKeys.name }}
       - --keys=/etc/dflash-serve-keys/keys

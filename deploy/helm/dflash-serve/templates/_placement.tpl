@@ -50,13 +50,13 @@
 {{- define "dflash-serve.placement" -}}
 {{- $root := .root -}}
 {{- with $root.Values.placement.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $root.Values.placement.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $root.Values.placement.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with $root.Values.placement.nodeSelector }}
 nodeSelector:
@@ -81,7 +81,7 @@ affinity:
   {{- if $together }}
   podAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
-      - topologyKey: {{ $topology.key }}
+      - topologyKey: {{ $topology.key | quote }}
         labelSelector:
           matchLabels:
             {{- include "dflash-serve.selector" $root | nindent 12 }}

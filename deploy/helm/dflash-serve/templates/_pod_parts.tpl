@@ -12,7 +12,7 @@ fsGroupChangePolicy: OnRootMismatch # not file by file over terabytes of weights
 supplementalGroups: {{ toJson . }}
 {{- end }}
 {{- with .Values.security.seccompProfile }}
-seccompProfile: {type: Localhost, localhostProfile: {{ . }}}
+seccompProfile: {type: Localhost, localhostProfile: {{ . | quote }}}
 {{- else }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
@@ -40,7 +40,7 @@ enableServiceLinks: false # Kubernetes' DFLASH_SERVE_* variables would be read a
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 securityContext:
@@ -62,7 +62,7 @@ securityContext:
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- with $root.Values.models.encodings }}
-- {name: TIKTOKEN_ENCODINGS_BASE, value: {{ . }}}
+- {name: TIKTOKEN_ENCODINGS_BASE, value: {{ . | quote }}}
 {{- end }}
 {{- if $root.Values.secrets.huggingFaceToken.name }}
 - {name: HF_TOKEN_PATH, value: /etc/dflash-serve-hub/token}
@@ -81,7 +81,7 @@ securityContext:
 {{- define "dflash-serve.writable" -}}
 {{- if eq .Values.cache.kind "node" }}
 - name: cache
-  hostPath: {path: {{ .Values.cache.path }}, type: Directory}
+  hostPath: {path: {{ .Values.cache.path | quote }}, type: Directory}
 {{- else if eq .Values.cache.kind "emptyDir" }}
 - name: cache
   emptyDir: {sizeLimit: {{ .Values.scratch }}}
@@ -100,7 +100,7 @@ securityContext:
   {{- else if eq .kind "image" }}
   image: {reference: {{ .image | quote }}, pullPolicy: IfNotPresent}
   {{- else if eq .kind "node" }}
-  hostPath: {path: {{ .path }}, type: Directory}
+  hostPath: {path: {{ .path | quote }}, type: Directory}
   {{- else }}
   persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "dflash-serve.fullname" $)) }}}
   {{- end }}
@@ -111,7 +111,7 @@ securityContext:
 {{- with .Values.secrets.huggingFaceToken }}
 {{- if .name }}
 - name: hub
-  secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: token}]}
+  secret: {secretName: {{ .name | quote }}, defaultMode: 0440, items: [{key: {{ .key | quote }}, path: token}]}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -120,7 +120,7 @@ securityContext:
 {{- with .Values.secrets.apiKeys }}
 {{- if .name }}
 - name: keys
-  secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: keys}]}
+  secret: {secretName: {{ .name | quote }}, defaultMode: 0440, items: [{key: {{ .key | quote }}, path: keys}]}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -1,0 +1,156 @@
+"""The one reader of YAML and JSON from outside, with limits on size, depth, number of values, and digits.
+
+A file of a stranger may be endless (/dev/zero), as deep as a stack, or a kilobyte of aliases for 10^9 values.
+Each is one `UserError`, and what is returned can be walked, compared and printed without another check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from dflash_serve.errors import UserError, first_line
+
+
+class DocumentLimits(NamedTuple):
+    """Largest document that is read."""
+
+    bytes: int
+    values: int  # of all depths; an alias counts as often as it stands there
+    depth: int = 64
+
+
+TEXT = DocumentLimits(2**20, 20_000)
+"""What a person writes: deployments, recipes. PyYAML reads some 10,000 values a second."""
+CONFIG = DocumentLimits(16 * 2**20, 500_000)
+"""config.json: a quantised one may list every module."""
+DATA = DocumentLimits(100_000_000, 20_000_000)
+"""Headers and indices of weights (the limit of the safetensors library), reports."""
+LARGEST_INTEGER = 2**64
+
+
+def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> bytes:
+    """The contents of a file, which may be a pipe.
+
+    Raises:
+        UserError: it cannot be read, or is larger than `limits`.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(limits.bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL or half a character
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"cannot be read ({why})", where=str(path), do=do) from None
+    if len(data) > limits.bytes:
+        raise UserError(f"larger than {limits.bytes:,} bytes", where=str(path), do=do)
+    return data
+
+
+def read_text(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> str:
+    """The text of a file; raises as `read_bytes`, and for text that is not UTF-8."""
+    try:
+        return read_bytes(path, limits, do=do).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError("not valid: not UTF-8 text", where=str(path), do=do) from None
+
+
+def read_json(path: Path, limits: DocumentLimits = DATA, *, do: str = "") -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        UserError: it cannot be read, is not JSON, or exceeds the limits.
+    """
+    return parse_json(read_text(path, limits, do=do), limits, where=str(path), do=do)
+
+
+def parse_json(text: str, limits: DocumentLimits = DATA, *, where: str, do: str = "") -> Any:
+    """The value of a JSON text; raises as `read_json`."""
+    try:
+        return _within(json.loads(text), limits)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not valid JSON ({_reason(error)})", where=where, do=do) from None
+
+
+def read_yaml(path: Path, limits: DocumentLimits = TEXT) -> object:
+    """The contents of a YAML file; raises as `read_json`."""
+    loader = None
+    try:
+        loader = _Loader(read_text(path, limits))
+        loader.limits = limits
+        return _within(loader.get_single_data(), limits)
+    # The others come out of PyYAML's constructors: 2026-13-45, 0x_, a key in its own value.
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"not valid YAML ({_reason(error)})", where=str(path)) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Loader(yaml.SafeLoader):
+    # Counts what is composed with every alias written out, before merge keys can multiply it.
+    limits = TEXT
+    depth = values = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias, before = self.check_event(yaml.AliasEvent), self.values
+        self.sizes: dict[int, int] = self.__dict__.get("sizes", {})
+        self.depth += 1
+        if self.depth > self.limits.depth:
+            raise ValueError(f"deeper than {self.limits.depth} levels")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if alias and id(node) not in self.sizes:
+            raise ValueError("an alias stands inside its own value")
+        self.values += self.sizes[id(node)] if alias else 1
+        self.sizes[id(node)] = self.values - before
+        if self.values > self.limits.values:
+            raise ValueError(f"more than {self.limits.values:,} values")
+        return node
+
+
+def _within(document: Any, limits: DocumentLimits) -> Any:
+    """The document; ValueError if it exceeds the limits, or has what cannot be written as JSON and UTF-8."""
+    level: list[Any] = [document]
+    total = depth = 0
+    while level:
+        total, depth = total + len(level), depth + 1
+        if depth > limits.depth:
+            raise ValueError(f"deeper than {limits.depth} levels")
+        if total > limits.values:
+            raise ValueError(f"more than {limits.values:,} values")
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                for key in value:
+                    _check_plain(key)
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+            else:
+                _check_plain(value)
+        level = below
+    return document
+
+
+def _check_plain(value: Hashable) -> None:
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode("utf-8")  # ValueError: half a surrogate pair
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"a number of {value.bit_length()} bits")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeEncodeError):
+        return "half of a surrogate pair"
+    if isinstance(error, yaml.MarkedYAMLError):  # its whole text repeats the lines of the file
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        return f"{error.problem or error.context}{place}"
+    return " ".join(str(error).split()) or type(error).__name__
