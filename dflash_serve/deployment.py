@@ -227,9 +227,10 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
 
     try:
         return CostModel.model_validate_json(read_text(Path(path), CONFIG))
-    except ValidationError as error:
+    except (UserError, ValidationError) as error:
         do = "give seconds by rows (target) and by requests (draft), or leave it out"
-        raise UserError(f"no cost table ({first_line(error)})", where=path, do=do) from None
+        why = error.what if isinstance(error, UserError) else first_line(error)
+        raise UserError(f"no cost table ({why})", where=path, do=do) from None
 
 
 def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:

@@ -21,7 +21,7 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str = "", do: str = "") -> None:
         self.what, self.where, self.do = what, where, do = shown(what), shown(where), shown(do)
-        parts = [f"{where}: {what}" if where else what, do]
+        parts = [f"{self.where}: {self.what}" if where else self.what, self.do]
         super().__init__("; ".join(part for part in parts if part))
 
     def problem(self) -> Problem:

@@ -30,7 +30,8 @@ CONFIG = DocumentLimits(16 * 2**20, 500_000)
 """config.json: a quantised one may list every module."""
 DATA = DocumentLimits(100_000_000, 20_000_000)
 """Headers and indices of weights (the limit of the safetensors library), reports."""
-LARGEST_INTEGER = 2**64
+LARGEST_INTEGER = 2**128
+"""transformers writes 10^30, which has 100 bits, as `model_max_length` where a tokenizer has no limit."""
 
 
 def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> bytes:

@@ -195,6 +195,12 @@ def test_hostile_json_is_one_line(text: str, tmp_path: Path) -> None:
     one_line(str(caught.value))
 
 
+def test_a_tokenizer_without_a_limit_is_read(tmp_path: Path) -> None:
+    """transformers writes this into most tokenizer_config.json files."""
+    limit = 1000000000000000019884624838656
+    assert read_json(_written(tmp_path / "a.json", f'{{"model_max_length": {limit}}}')) == {"model_max_length": limit}
+
+
 def test_an_alias_that_is_used_twice_is_read(tmp_path: Path) -> None:
     path = _written(tmp_path / "a.yaml", "a: &a {x: [1]}\nb: *a\nc: {<<: *a, y: 2}")
     assert read_yaml(path) == {"a": {"x": [1]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}}
