@@ -277,5 +277,6 @@ def test_a_checkpoint_that_is_wrong_about_itself_is_corrected(
     alternatives = [Hypothesis(fault, reference.predict(fault.name).counts) for fault in tried]
     found = corrections(reference.predict(None).counts, alternatives)
     best = total(known.hypotheses[0].counts).acceptance_length
+    assert best is not None
     # Another setting may do a little better on these few prompts: mask token 1 does.
     assert setting in [correction.setting for correction in found if correction.after >= best - 0.02]
