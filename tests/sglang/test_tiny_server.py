@@ -133,7 +133,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-NEARLY_GREEDY: dict[str, Any] = {"temperature": 1e-4}
+NEARLY_GREEDY: dict[str, Any] = {"temperature": 1e-5}
 """The most probable token by far, but found by sampling."""
 
 
