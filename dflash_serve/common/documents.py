@@ -25,7 +25,7 @@ class DocumentLimits(NamedTuple):
 
 
 TEXT = DocumentLimits(2**20, 20_000)
-"""What a person writes: deployments, recipes. PyYAML reads some 10,000 values a second."""
+"""Files that a person writes: deployments, recipes. PyYAML reads some 10,000 values a second."""
 CONFIG = DocumentLimits(16 * 2**20, 500_000)
 """config.json: a quantised one may list every module."""
 DATA = DocumentLimits(100_000_000, 20_000_000)

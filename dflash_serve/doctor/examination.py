@@ -191,7 +191,7 @@ class Examination:
         )
 
     def _predict(self, faults: Sequence[Fault]) -> list[Hypothesis]:
-        """What the sound reference predicts, then what each fault does; kept predictions are not made again."""
+        """Predictions of the sound reference, then of each fault; those in the store are not made again."""
         predicted = list[Hypothesis]()
         for fault in (Fault(HEALTHY, HEALTHY, "as in our own loop"), *faults):
             name = "as it is" if fault.cause == HEALTHY else fault.name

@@ -1,4 +1,4 @@
-"""What is decided before PyTorch is loaded: memory by arithmetic, and the way in which threads wait."""
+"""Choices made before PyTorch is loaded: memory, by arithmetic, and the way in which threads wait."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def auto() -> AutoWidth:
 
 
 def test_answers_of_auto_width_do_not_depend_on_width_or_neighbours(folders: Folders, truth: Truth) -> None:
-    """Of fixed widths, `test_heads` says so."""
+    """`test_heads` tests the same for fixed widths."""
     outputs = answers(tiny_engine(folders, width=auto(), max_batch_size=3, truth=truth), PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == list(truth.values())
     assert max(output.statistics.tokens_per_step or 0 for output in outputs) > 1.3

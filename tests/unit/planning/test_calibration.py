@@ -24,7 +24,7 @@ WORDS = (*PAIR, *LENGTH, "--gpu", "b200", "--isl", "1024", "--osl", "256")
 
 @pytest.fixture
 def report(tmp_path: Path) -> dict[str, Any]:
-    """What `bench` would report of an engine with the true constants: a sweep made of the model itself."""
+    """A report of `bench` whose figures the model itself predicts from the true constants."""
     constants = constants_of("sglang", None).model_copy(update=TRUTH)
     times = Roofline(planned_pair(tmp_path / "target"), SPECIFICATIONS["b200"], Split())
     truth = Predictor(times, constants, Load(1024, 256), 16)

@@ -187,8 +187,8 @@ def test_a_narrow_step_costs_what_its_batch_says() -> None:
     for _ in range(40):  # a drafter that is right three times in a row
         alone = widths.choose(["a"])
         policy.observe(Step(["a"], [alone], [min(3, alone - 1)]))
-    crowd = [str(i) for i in range(16)]
-    narrow = [widths.choose(crowd) for _ in range(20)]
+    many = [str(i) for i in range(16)]
+    narrow = [widths.choose(many) for _ in range(20)]
     assert alone >= 4
     assert sorted(narrow)[10] < alone
 

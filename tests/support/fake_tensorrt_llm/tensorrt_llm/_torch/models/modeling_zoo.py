@@ -96,7 +96,7 @@ class DraftLayers(nn.Module):
         self.model.norm, self.lm_head = Norm(config.rms_norm_eps), None
 
     def load_weights(self, weights: dict[str, Tensor], weight_mapper: Any = None, **_: Any) -> None:
-        """Partial loading is allowed: what has no weights keeps what it had, without a word."""
+        """Partial loading is allowed: a parameter without weights silently keeps its values."""
         for name, module in self.named_modules():
             if hasattr(module, "load"):
                 room, leaf = name.rpartition(".")[::2]
