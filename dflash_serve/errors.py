@@ -50,14 +50,19 @@ class Problem:
 def shown(text: str) -> str:
     """The text on one line of at most `LONGEST` characters: what a terminal would obey is escaped, the middle is cut.
 
-    Values of a file stand in messages; a newline or an escape sequence in them must not look like ours.
+    Values of a file stand in messages; a newline or an escape sequence in them must not look like ours. What was shown
+    once stays as it is: a `Problem` becomes an error, and an error a `Problem`.
     """
-    if len(text) > LONGEST:
-        half = LONGEST // 2
-        text = f"{text[:half]}... ({len(text):,} characters) ...{text[-half:]}"
-    if text.isprintable():
+    length = len(text)
+    if length > LONGEST:  # before escapes make it longer
+        text = text[:LONGEST] + text[-LONGEST:]
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    if len(text) <= LONGEST:
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    cut = f"... ({length:,} characters) ..."
+    half = (LONGEST - len(cut)) // 2
+    return f"{text[:half]}{cut}{text[-half:]}"
 
 
 def listed(problems: Sequence[Problem]) -> list[str]:

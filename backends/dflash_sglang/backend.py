@@ -15,7 +15,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import DRAFT, SECRETS, Choice, DraftForm, ServerAdapter
 
 from .checks import problems
-from .engine_arguments import PARSERS, argument_table, own_arguments
+from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
 from .launch_plan import DSPARK, WIDTH_VARIABLE, SGLangPlan, dialect_of, head_problems
 
@@ -193,10 +193,6 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
         return list(head_problems(heads))
-
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments that keys of the deployment stand for, with those keys."""
-        return own_arguments(drafter=drafter)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
         """z-lab's or DeepSpec's dialect, in bfloat16."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
 
 from .checks import problems, unserved_heads
-from .engine_arguments import HARMONY, config_fields, merged, named_parsers, own_arguments, serving_options
+from .engine_arguments import HARMONY, config_fields, merged, named_parsers, serving_options
 from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, starving_from
 from .plugin import BUILT
@@ -157,10 +157,6 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
         return list(unserved_heads(heads))
-
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments that keys of the deployment stand for, with those keys."""
-        return own_arguments(drafter=drafter)
 
     def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
         """The plan of a deployment; the drafter's feature layers ascend, which is how TensorRT-LLM captures them.

@@ -81,7 +81,7 @@ def _width(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         follows = plan.draft_lengths() is not None
     except UserError as error:
         follows = True  # the table cannot be read, which is another problem
-        yield Problem(error.what, error.where, error.do)
+        yield error.problem()
     if not follows and "width" in speculation.model_fields_set:
         what = f"TensorRT-LLM would verify all {plan.block_size} slots in every step"
         do = f"set a number, {plan.block_size} being the whole block (or off), or {plan.way_to_follow_cost}"

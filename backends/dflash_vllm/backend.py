@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_serve.backend import Command
@@ -14,7 +14,7 @@ from dflash_serve.server_adapter import DRAFT, LOGGING, SECRETS, Choice, DraftFo
 
 from .checks import captures, problems
 from .drafter_rules import UNTRIED, dialect_of, head_problems, method_of
-from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table, own_arguments
+from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import FACTS, GUESSED_COSTS, REAL_OFF, RELEASES
 from .launch_plan import ROWS, VLLMPlan, every_width
 
@@ -157,10 +157,6 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
         return head_problems(heads)
-
-    def own_arguments(self, *, drafter: bool) -> Mapping[str, str]:
-        """Arguments that keys of the deployment stand for, with those keys."""
-        return own_arguments(drafter=drafter)
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
         """vLLM reads every key, and the target's name in speculators' dialect."""

@@ -58,7 +58,7 @@ def problems(plan: VLLMPlan) -> list[Problem]:
     try:
         found += _arguments(plan)
     except UserError as error:  # of the cost table or the survival that was given
-        found.append(Problem(error.what, error.where, error.do))
+        found.append(error.problem())
     return [*found, *length_problems(plan.deployment, plan.target.shape)]
 
 

@@ -115,7 +115,7 @@ def inspect(
             notes += pairing_notes(checkpoint.config, shape)
             problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
-            problems.append(Problem(error.what, error.where, error.do))
+            problems.append(error.problem())
     if as_json:
         typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
     else:

@@ -156,7 +156,7 @@ class Plan:
         try:
             return server_backend(self.question.backend).check(self.deployment)
         except UserError as error:
-            return [Problem(error.what, error.where, error.do)]
+            return [error.problem()]
 
     def fronts(self) -> Curves:
         """The Pareto front of each variant, by rising interactivity: points that no other beats in both figures."""

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, ValidationError
 
+from dflash_serve.common.documents import read_text
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError, did_you_mean
@@ -131,9 +132,7 @@ def known_constants() -> list[Constants]:
 
 def _read_constants(path: Path) -> Constants:
     try:
-        return Constants.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+        return Constants.model_validate_json(read_text(path))
     except ValidationError as error:
         do = "give one object, such as those in dflash_serve/planning/constants.json"
         raise UserError(f"no constants ({describe(error)})", where=str(path), do=do) from None

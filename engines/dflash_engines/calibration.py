@@ -120,10 +120,7 @@ def _draft_over(drafter: Drafter, target: TargetModel, prompt: list[int], reply:
     features = _features(target, ids, config.target_layer_ids)
     anchors = torch.linspace(len(prompt), len(ids) - 1, BLOCKS).long().unique()
     k, v = drafter.context_kv(drafter.project_context(features), torch.arange(len(ids)))
-    cache = KVCache(
-        layers=config.num_layers, entries=len(anchors), kv_heads=config.num_key_value_heads,
-        capacity=len(ids) + config.block_size, head_dim=config.head_dim, dtype=features.dtype,
-    )  # fmt: skip
+    cache = KVCache.of(config, len(anchors), len(ids) + config.block_size, features.dtype)
     for entry, anchor in enumerate(anchors.tolist()):
         cache.write_all([Span(entry, 0, anchor)], k[:anchor], v[:anchor])
     spans = [Span(entry, anchor, config.block_size) for entry, anchor in enumerate(anchors.tolist())]

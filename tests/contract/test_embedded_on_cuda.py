@@ -79,15 +79,7 @@ def test_the_targets_pass_stays_on_the_device() -> None:
 def test_the_drafters_pass_and_its_context_stay_on_the_device() -> None:
     config = tiny_drafter_config(layers=(SLIDING, FULL))
     drafter: Drafter = on_cuda(lambda: Drafter(config))
-    cache = KVCache(
-        layers=config.num_layers,
-        entries=4,
-        kv_heads=2,
-        capacity=256,
-        head_dim=16,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-    )
+    cache = KVCache.of(config, 4, 256, torch.bfloat16, DEVICE)
     embedding = torch.empty(96, 32, dtype=torch.bfloat16, device=DEVICE)
     runner = DrafterRunner(embedding, cache, config.block_size, static=True)
     given, shape = table(4)

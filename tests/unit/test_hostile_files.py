@@ -195,6 +195,14 @@ def test_hostile_json_is_one_line(text: str, tmp_path: Path) -> None:
     one_line(str(caught.value))
 
 
+@pytest.mark.parametrize("text", ["a" * 10_000, "\x1b" * 500, "é\n" * 5_000])
+def test_a_message_that_was_cut_is_not_cut_again(text: str) -> None:
+    found = Problem(text, text, text)
+    assert found.error().problem() == found
+    assert f"({len(text):,} characters)" in found.what
+    one_line(str(found))
+
+
 def test_a_tokenizer_without_a_limit_is_read(tmp_path: Path) -> None:
     """transformers writes this into most tokenizer_config.json files."""
     limit = 1000000000000000019884624838656

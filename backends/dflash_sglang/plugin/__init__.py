@@ -80,7 +80,7 @@ def width_problems(server_args: Any) -> list[Problem]:
             given_cost()
             given_survival()
     except UserError as error:
-        return [Problem(error.what, error.where, error.do)]
+        return [error.problem()]
     if width is None or not server_args.enable_lora:
         return []
     what = "LoRA's graphs are made for one width, and a width is asked for"

@@ -416,11 +416,6 @@ def target_head(speculator: Speculator) -> Speculator:
     return replaced(lm_head=linear(weight))(speculator)
 
 
-def offsets_as_ids(drafter: Drafter) -> None:
-    """`d2t` read as target ids."""
-    drafter.token_ids = drafter.d2t
-
-
 class NoConvolution(nn.Module):
     """Lets rows pass as they are; stands where a `GroupedConvolution` was."""
 

@@ -103,14 +103,11 @@ def by_worker(drafter: Any, batch: int, dtype: torch.dtype, original: DrafterCon
 def by_core(
     config: DrafterConfig, weights: dict[str, Tensor], batch: int, dtype: torch.dtype, target: FakeTarget
 ) -> Tensor:
-    """The same drafts by the core's drafter, with each request's whole context at once."""
+    """Logits [batch, B - 1, V] of the core's drafter, given each request's whole context at once."""
     drafter = Drafter(config)
     # Not `drafter.to(dtype)`: rotary frequencies stay in fp32.
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
-    cache = KVCache(
-        layers=config.num_layers, entries=batch, kv_heads=config.num_key_value_heads, capacity=80,
-        head_dim=config.head_dim, dtype=dtype,
-    )  # fmt: skip
+    cache = KVCache.of(config, batch, 80, dtype)
     spans = []
     steps = [features(config, 100 + step, batch, config.block_size) for step in range(2)]
     for index in range(batch):

@@ -58,9 +58,7 @@ def inputs(config: DrafterConfig) -> tuple[list[Tensor], list[Tensor], Tensor]:
 def decoded(drafter: Drafter, token: int, features: Tensor, anchor: int, embedding: Tensor) -> Tensor:
     """Hidden states of the slots of one block as decoding drafts it: context K/V in a cache, then the block."""
     config = drafter.config
-    cache = KVCache(
-        layers=config.num_layers, entries=1, kv_heads=config.num_key_value_heads, capacity=64, head_dim=config.head_dim
-    )
+    cache = KVCache.of(config, 1, 64)
     context = drafter.context_kv(drafter.project_context(features[:anchor]), torch.arange(anchor))
     cache.write_all([Span(0, 0, anchor)], *context)
     rows = config.rows()
