@@ -1,8 +1,8 @@
-"""The training data: user turns, the target's answers to them through any `Engine`, and both on disk.
+"""The training data: user turns, and the target's answers to them through any `Engine`.
 
 User turns come from files, from datasets, or from the target itself; those that share words with an evaluation's are
-left out. Answers are safetensors shards of flat token ids, named by a manifest. A killed run goes on after its last
-shard. Every answer depends on the recipe's seed and its prompt only, so a resumed run writes the same answers.
+left out. A killed run goes on after its last shard (`shards`). Every answer depends on the recipe's seed and its prompt
+only, so a resumed run writes the same answers.
 """
 
 from __future__ import annotations
@@ -20,27 +20,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import ValidationError
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from dflash_serve.backend import Conversation, Engine, Stream, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
-from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.common.settings import Frozen
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.store import digest
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.parallel import ALONE, Processes
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Recipe, SynthesisedPrompts
+from dflash_serve.training.shards import (
+    COUNTS,
+    DataManifest,
+    Example,
+    read_shard,
+    take_in,
+    totals,
+    write_manifest,
+    write_shard,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MANIFEST = "manifest.json"
 WINDOW = 13  # words in a row that two texts hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)
 WORD = re.compile(r"\w+")
 SHORTEST_ANSWER = 4  # tokens; an anchor and one to predict are the least that could be trained on
@@ -49,133 +55,6 @@ ATTEMPTS = 4  # sampled turns per kept one before a source ends with fewer than 
 LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24  # limits of a loop: see `repeated_tail`
 LOOP_CHECK_EVERY = 16
 Report = Callable[[str, int], None]  # called with the kind of data being made and how much of it there is
-
-
-@dataclass(frozen=True)
-class Example:
-    """One training sequence: prompt and answer as token ids int32 [length], and how long the prompt is."""
-
-    prompt_index: int
-    tokens: Tensor
-    prompt_length: int
-
-
-class ShardEntry(Frozen):
-    """One shard in the manifest."""
-
-    file: str
-    sha256: str
-    answers: int
-    tokens: int
-    answer_tokens: int
-
-
-class DataManifest(Frozen):
-    """The contents of a data folder and the digest of its settings."""
-
-    recipe_sha256: str
-    target: str
-    prompts: int
-    excluded: int = 0  # prompts left out because they share words with an evaluation's
-    shards: tuple[ShardEntry, ...] = ()
-    ended: int = 0  # answers that ended by themselves; the others were cut at the limit or in a loop
-    looped: int = 0
-    dropped: int = 0  # answers that were too short or a repetition
-    seconds: float = 0.0
-    finished: bool = False  # all prompts are answered; False after `max_minutes` ran out
-
-
-def write_shard(folder: Path, number: int, answers: Sequence[Example]) -> ShardEntry:
-    """Writes a shard, whole or not at all."""
-    path = folder / f"answers-{number:05d}.safetensors"
-    lengths = torch.tensor([len(a.tokens) for a in answers])
-    tensors = {
-        "tokens": torch.cat([a.tokens for a in answers]).int(),
-        "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        "prompt_lengths": torch.tensor([a.prompt_length for a in answers], dtype=torch.int32),
-        "prompt_indexes": torch.tensor([a.prompt_index for a in answers], dtype=torch.int32),
-    }
-    write_whole(path, save(tensors))
-    total = int(lengths.sum())
-    return ShardEntry(
-        file=path.name,
-        sha256=sha256(path),
-        answers=len(answers),
-        tokens=total,
-        answer_tokens=total - sum(a.prompt_length for a in answers),
-    )
-
-
-def read_shard(folder: Path, entry: ShardEntry) -> list[Example]:
-    """Reads a shard back.
-
-    Raises:
-        UserError: missing, or not what the manifest says.
-    """
-    path = folder / entry.file
-    if not path.exists() or sha256(path) != entry.sha256:
-        raise UserError("missing or changed since it was written", where=str(path), do="make the data again")
-    tensors = load_file(path)
-    ends = tensors["offsets"][1:-1]
-    tokens = tensors["tokens"].tensor_split(ends)
-    indexes, lengths = tensors["prompt_indexes"].tolist(), tensors["prompt_lengths"].tolist()
-    return [Example(*fields) for fields in zip(indexes, tokens, lengths, strict=True)]
-
-
-def read_manifest(folder: Path) -> DataManifest | None:
-    """The folder's manifest, None if there is none yet."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        return DataManifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        what = f"not a data manifest of this version ({error.errors()[0]['msg']})"
-        raise UserError(what, where=str(path), do="give another --output, or remove the folder") from None
-
-
-def write_manifest(folder: Path, manifest: DataManifest) -> None:
-    """Replaces the manifest, whole or not at all."""
-    write_whole(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
-
-
-def totals(entries: tuple[ShardEntry, ...]) -> tuple[int, int, int]:
-    """Answers, tokens and answer tokens of all shards."""
-    return sum(e.answers for e in entries), sum(e.tokens for e in entries), sum(e.answer_tokens for e in entries)
-
-
-def load_answers(
-    folder: Path, manifest: DataManifest, *, validation_share: float, seed: int
-) -> tuple[list[Example], list[Example]]:
-    """All answers, split into (training, validation) by their prompt: adding data moves no answer to the other side.
-
-    Raises:
-        UserError: nothing to train on, or a shard is broken.
-    """
-    answers = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
-    training: list[Example] = []
-    validation: list[Example] = []
-    for answer in answers:
-        chance = random.Random(seed * 2_000_003 + answer.prompt_index).random()  # noqa: S311 - no secret
-        (validation if chance < validation_share else training).append(answer)
-    if not training:
-        raise UserError("no answers to train on", where=str(folder), do="give more prompts")
-    return training, validation
-
-
-def seen_vocabulary(answers: Sequence[Example], least: int = 1) -> Tensor:
-    """Token ids that stand in the answers `least` times or more, sorted, int64.
-
-    Raises:
-        UserError: there are none.
-    """
-    wanted = [answer.tokens[answer.prompt_length :] for answer in answers]
-    found, counts = torch.unique(torch.cat(wanted), return_counts=True)
-    kept: Tensor = found[counts >= least]
-    if not len(kept):
-        do = "lower training.seen_at_least, or make more data"
-        raise UserError(f"no token is in the data {least} times", where="training.seen_at_least", do=do)
-    return kept.to(torch.int64)
 
 
 class Excluded:
@@ -261,11 +140,18 @@ def answer_engine(recipe: Recipe, device: str) -> Engine:
     return embedded_backend().engine(Deployment.model_validate(fields))
 
 
-def make_data(recipe: Recipe, open_engine: Callable[[], Engine], folder: Path, report: Report) -> DataManifest:
+def make_data(
+    recipe: Recipe,
+    open_engine: Callable[[], Engine],
+    folder: Path,
+    report: Report,
+    processes: Processes = ALONE,
+) -> DataManifest:
     """Fills `folder` with prompts and answers, or finds it filled; with more minutes than before it is filled further.
 
     Args:
         open_engine: gives the target's engine; not called if nothing is left to answer.
+        processes: each answers its share of the prompts, and drops repetitions among its own answers.
 
     Raises:
         UserError: the folder holds data of another recipe.
@@ -275,26 +161,33 @@ def make_data(recipe: Recipe, open_engine: Callable[[], Engine], folder: Path, r
     answers = recipe.data.answers.model_copy(update={"max_minutes": None})
     data = recipe.data.model_copy(update={"answers": answers})
     wanted = digest([recipe.target.model_dump(mode="json"), data.model_dump(mode="json"), recipe.seed])
-    manifest = read_manifest(folder)
+    with processes.first_ahead():
+        manifest = take_in(folder)
     if manifest and manifest.recipe_sha256 != wanted:
         what = "its data was made with other target, data or seed settings"
         raise UserError(what, where=str(folder), do="give another --output, or remove the folder")
     if manifest and (manifest.finished or (minutes is not None and manifest.seconds >= minutes * 60)):
         return manifest
     engine, excluded = open_engine(), read_excluded(recipe.data.exclude)
-    prompts = gather_prompts(recipe, engine, folder, excluded, report)
+    with processes.first_ahead():
+        prompts = gather_prompts(recipe, engine, folder, excluded, report)
     if manifest is None:
         counts = {"prompts": len(prompts), "excluded": excluded.found}
         manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
-    writer = _Writer(folder, manifest, recipe.data.answers.shard_size)
+    writer = _Writer(folder, manifest, recipe.data.answers.shard_size, processes.rank)
     deadline = inf if minutes is None else writer.began + minutes * 60
-    requests = _requests(recipe, prompts, writer.done, deadline)
+    mine = range(processes.rank, len(prompts), processes.count)
+    requests = _requests(recipe, prompts, [index for index in mine if index not in writer.done], deadline)
     for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
         if writer.add(completion):
             report("answers", writer.save(finished=False))
     # A dropped answer is asked for again when an unfinished run goes on.
     writer.save(finished=time.monotonic() <= deadline)
-    return writer.manifest
+    processes.wait()
+    with processes.first_ahead():
+        whole = take_in(folder)
+    assert whole is not None
+    return whole
 
 
 def gather_prompts(
@@ -418,18 +311,18 @@ def _user_turns(
     return starts, tuple(tokenizer.encode(after, add_special_tokens=False)[:1])
 
 
-def _requests(recipe: Recipe, prompts: list[tuple[int, ...]], done: set[int], deadline: float) -> Iterator[Request]:
+def _requests(
+    recipe: Recipe, prompts: list[tuple[int, ...]], indexes: Sequence[int], deadline: float
+) -> Iterator[Request]:
     settings = recipe.data.answers
-    for index, prompt in enumerate(prompts):
+    for index in indexes:
         if time.monotonic() > deadline:
             return
-        if index in done:
-            continue
         # A pure function of seed and prompt: a resumed run samples the same prompts.
         chance = random.Random(recipe.seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         temperature = settings.temperature if chance < settings.sampled_share else 0.0
         seed, limit = _seed(recipe.seed, index), settings.max_new_tokens
-        yield Request(index, prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
+        yield Request(index, prompts[index], SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
 
 
 def _seed(*parts: int) -> int:
@@ -437,14 +330,21 @@ def _seed(*parts: int) -> int:
 
 
 class _Writer:
-    """Collects answers into shards; `done` are the prompts that an earlier run answered."""
+    """Collects answers into shards; `done` are the prompts that an earlier run answered.
 
-    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int) -> None:
-        self.folder, self.manifest, self.shard_size = folder, manifest, shard_size
+    Args:
+        manifest: the folder's when the run began; the process `rank` 0 adds to it, the others begin their own.
+    """
+
+    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int, rank: int) -> None:
+        self.folder, self.shard_size, self.rank = folder, shard_size, rank
         known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
         self.done = {answer.prompt_index for answer in known}
         self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
-        self.counts = {"ended": manifest.ended, "looped": manifest.looped, "dropped": manifest.dropped}
+        self.number = len(manifest.shards)  # of the next shard: no name of an earlier run comes again
+        if rank:
+            manifest = manifest.model_copy(update={"shards": (), **dict.fromkeys(COUNTS, 0)})
+        self.manifest, self.counts = manifest, {name: getattr(manifest, name) for name in COUNTS}
         self.pending: list[Example] = []
         self.began = time.monotonic() - manifest.seconds  # as if all had been made without a pause
 
@@ -465,10 +365,10 @@ class _Writer:
         """Writes the pending answers and the manifest; returns how many answers there are."""
         shards = self.manifest.shards
         if self.pending:
-            shards = (*shards, write_shard(self.folder, len(shards), self.pending))
-            self.pending = []
+            shards = (*shards, write_shard(self.folder, self.number, self.pending, self.rank))
+            self.number, self.pending = self.number + 1, []
         seconds = time.monotonic() - self.began
         changes = {**self.counts, "shards": shards, "seconds": seconds, "finished": finished}
         self.manifest = self.manifest.model_copy(update=changes)
-        write_manifest(self.folder, self.manifest)
+        write_manifest(self.folder, self.manifest, self.rank)
         return totals(shards)[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_serve.training.blocks import Labels, Predictions
+from dflash_serve.training.parallel import ALONE, Processes
 
 BLOCKS_AT_ONCE = 32
 
@@ -59,11 +60,15 @@ class SlotScores(NamedTuple):
         return self.hit.float() if self.distance is None else (1 - self.distance / 2).clamp(0, 1)
 
 
-def confidence_loss(confidence: Tensor, scores: SlotScores) -> Tensor:
-    """Binary cross-entropy of the confidence head's logits [blocks, B-1], weighted as the slots."""
+def confidence_loss(confidence: Tensor, scores: SlotScores, processes: Processes = ALONE) -> Tensor:
+    """Binary cross-entropy of the confidence head's logits [blocks, B-1], weighted as the slots.
+
+    Args:
+        processes: the weights of all of them divide the sum; their losses add up to that of the whole step.
+    """
     weights = scores.weights
     loss = F.binary_cross_entropy_with_logits(confidence, scores.acceptance, weight=weights, reduction="sum")
-    return loss / weights.sum().clamp(min=1e-9)
+    return loss / processes.total(weights.sum()).clamp(min=1e-9)
 
 
 class SlotLoss:
@@ -74,6 +79,7 @@ class SlotLoss:
         soft: share of the soft loss in the loss, the rest is cross-entropy; its labels must have a teacher.
         kept: token ids int64 that the softmax runs over; None = all.
         blocks_at_once: blocks whose logits exist together.
+        processes: the weights of all of them divide the sum; their losses add up to that of the whole step.
     """
 
     def __init__(
@@ -84,8 +90,10 @@ class SlotLoss:
         soft: float = 0.0,
         kept: Tensor | None = None,
         blocks_at_once: int = BLOCKS_AT_ONCE,
+        processes: Processes = ALONE,
     ) -> None:
         self.weighting, self.soft, self.kept, self.blocks_at_once = weighting, soft, kept, blocks_at_once
+        self.processes = processes
         self.head = head if kept is None else head[kept].contiguous()
         self.places: Tensor | None = None  # each token's row of the head, where some are left out; -1 = this one
         if kept is not None:
@@ -174,7 +182,7 @@ class _SlotLoss(torch.autograd.Function):
             if latents is not None and latents.grad is not None:
                 of_latent.append(latents.grad)
         scores = joined(found)
-        total = scores.weights.sum().clamp(min=1e-9)  # no slot of the step may count
+        total = loss.processes.total(scores.weights.sum()).clamp(min=1e-9)  # no slot of the step may count
         gradients = (torch.cat(of_hidden), None if latent is None else torch.cat(of_latent))
         ctx.save_for_backward(total, *gradients, None if whole_bias is None else whole_bias.grad)
         ctx.mark_non_differentiable(*(each for each in scores if each is not None))

@@ -32,8 +32,10 @@ from dflash_serve.models.drafter import Drafter, takes_hot_tokens, write_hot_tok
 from dflash_serve.models.drafter_heads import ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.training.data import MANIFEST, DataManifest, answer_engine, load_answers, make_data, totals
+from dflash_serve.training.data import answer_engine, make_data
+from dflash_serve.training.parallel import ALONE, Processes, joined_processes
 from dflash_serve.training.recipe import DrafterSection, Recipe
+from dflash_serve.training.shards import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 
 DRAFTER = "drafter"
@@ -69,7 +71,7 @@ def run(
     data_only: bool = False,
     quiet: bool = False,
 ) -> bool:
-    """Makes the data, trains on it and writes output/drafter.
+    """Makes the data, trains on it and writes output/drafter; under `torchrun` with all its processes.
 
     Args:
         resume: go on where a run with the same settings stopped.
@@ -81,54 +83,74 @@ def run(
     Raises:
         UserError: the output folder holds another run.
     """
-    console, started, model = Console(stderr=True, quiet=quiet), now(), recipe.target
-    finished = (output / DRAFTER / PROVENANCE).is_file()
+    finished, started = (output / DRAFTER / PROVENANCE).is_file(), now()
     if not data_only and not resume and any(output.glob(f"{CHECKPOINT}*")):
         do = "give another --output" if finished else "add --resume, or give another --output"
         raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
     # Before hours are spent on answers:
-    check_drafter(recipe.drafter, read_target_config(target_folder(model.model, model.revision)))
-    manifest = make_data(
-        recipe,
-        lambda: answer_engine(recipe, torch.device(device).type),
-        output / "data",
-        lambda what, count: console.print(f"{what}: {count}"),
-    )
-    answers, tokens, answer_tokens = totals(manifest.shards)
-    console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
-    if data_only:
-        return True
-    # Never fp16: features reach 25,000, too near its end.
-    target = load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
-    trainer = new_trainer(recipe, target, manifest, output)
+    check_drafter(recipe.drafter, read_target_config(target_folder(recipe.target.model, recipe.target.revision)))
+    with joined_processes(torch.device(device)) as (processes, own):
+        console = Console(stderr=True, quiet=quiet or not processes.first)
+        manifest = make_data(
+            recipe,
+            lambda: answer_engine(recipe, own.type),
+            output / "data",
+            lambda what, count: console.print(f"{what}: {count}"),
+            processes,
+        )
+        answers, tokens, answer_tokens = totals(manifest.shards)
+        console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
+        if data_only:
+            return True
+        # Never fp16: features reach 25,000, too near its end.
+        model = recipe.target
+        target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
+        trainer = new_trainer(recipe, target, manifest, output, processes)
+        if not train(trainer, console, resume=resume, finished=finished):
+            console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
+            return False
+        if processes.first:
+            publish(trainer, manifest, started)
+            best = trainer.progress.best
+            of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
+            console.print(f"drafter: {output / DRAFTER}{of}")
+        processes.wait()
+    return True
+
+
+def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -> bool:
+    """Trains to the end of the budget, with a progress bar and a log; False if it was stopped before.
+
+    Args:
+        finished: the folder holds a finished drafter.
+
+    Raises:
+        UserError: --resume is asked for, and the finished drafter has other settings.
+    """
     if resume and trainer.resume():
         console.print(f"resumed at step {trainer.progress.step}")
     elif resume and (other := trainer.other_settings()):
         if finished:
             what = f"it holds a finished run with other settings ({other})"
-            raise UserError(what, where=str(output), do="give another --output")
+            raise UserError(what, where=str(trainer.output), do="give another --output")
         console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
-    display = Display(output / "log.jsonl", recipe.training.log_every, console, since=trainer.progress.seconds)
+    log = trainer.output / "log.jsonl" if trainer.processes.first else Path(os.devnull)
+    display = Display(log, trainer.recipe.training.log_every, console, since=trainer.progress.seconds)
     # Without a terminal nothing is started: a bar that is not shown would end with an empty line.
     with display.bar if console.is_terminal else nullcontext(), _until_stopped(trainer, console):
         trainer.run(display)
-    if trainer.fraction < 1:
-        console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
-        return False
-    publish(trainer, manifest, started)
-    best = trainer.progress.best
-    of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
-    console.print(f"drafter: {output / DRAFTER}{of}")
-    return True
+    return trainer.fraction >= 1
 
 
-def new_trainer(recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path) -> Trainer:
+def new_trainer(
+    recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path, processes: Processes = ALONE
+) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
     share = recipe.data.validation_share
     training, validation = load_answers(output / "data", manifest, validation_share=share, seed=recipe.seed)
     config = drafter_config(recipe.drafter, target.config)
     drafter = new_drafter(config, target, init=recipe.drafter.init, seed=recipe.seed)
-    return Trainer(recipe, target, drafter, training, validation, output)
+    return Trainer(recipe, target, drafter, training, validation, output, processes)
 
 
 def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:

@@ -33,9 +33,10 @@ from dflash_serve.models.attention import PackedCausalAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anchors, lay_out, step_sequences
-from dflash_serve.training.data import Example, seen_vocabulary
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss, joined
+from dflash_serve.training.parallel import ALONE, Processes
 from dflash_serve.training.recipe import Recipe, TrainingSection
+from dflash_serve.training.shards import Example, seen_vocabulary
 
 CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
 HEADS = ("markov_head.", "confidence_head.")
@@ -226,6 +227,10 @@ class Trainer:
 
     Args:
         output: folder of the checkpoint.
+        processes: each trains on its share of a step's sequences; the first one validates and writes.
+
+    Raises:
+        UserError: more processes than sequences in a step.
     """
 
     def __init__(
@@ -236,7 +241,12 @@ class Trainer:
         training: Sequence[Example],
         validation: Sequence[Example],
         output: Path,
+        processes: Processes = ALONE,
     ) -> None:
+        if recipe.training.sequences < processes.count:
+            what = f"{recipe.training.sequences} sequences a step do not reach {processes.count} processes"
+            raise UserError(what, where="training.sequences", do="give the recipe more, or start fewer processes")
+        self.processes = processes
         self.recipe, self.settings = recipe, recipe.training
         self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
         self.head = target.get_parameter("head.weight").detach()
@@ -246,10 +256,10 @@ class Trainer:
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
         weighting, soft = Weighting(alpha, self.settings.decay_gamma), self.settings.soft_labels
-        self.whole_loss = self.loss = SlotLoss(self.head, weighting, soft=soft)
+        self.whole_loss = self.loss = SlotLoss(self.head, weighting, soft=soft, processes=processes)
         if self.settings.reduced_vocabulary:
             kept = seen_vocabulary(training, self.settings.seen_at_least).to(self.head.device)
-            self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept)
+            self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept, processes=processes)
         self.optimizer = Optimizer(drafter, self.settings)
         self.average: AveragedModel | None = None  # smooths the last steps' noise away
         self.published, self.published_forward = drafter, self.forward  # of the weights to be validated and written
@@ -273,11 +283,12 @@ class Trainer:
         return self.progress.seconds / (self.settings.minutes * 60)
 
     def run(self, on_tick: Callable[[Tick], None]) -> None:
-        """Trains until the budget is spent or `stopping` is set; leaves a checkpoint."""
+        """Trains until the budget is spent or `stopping` is set in any process; leaves a checkpoint."""
+        self.processes.same(self.drafter.state_dict().values())
         saved = last = time.monotonic()
-        while self.fraction < 1 and not self.stopping:
+        while self._goes_on():
             tick = self._step()
-            if self.validation and tick.step % self.settings.validate_every == 0:
+            if self.processes.first and self.validation and tick.step % self.settings.validate_every == 0:
                 tick.scores = self.validate()
                 self.keep_best(tick.step, tick.scores)
             now = time.monotonic()
@@ -291,6 +302,12 @@ class Trainer:
                 saved = time.monotonic()
         self.save()
 
+    def _goes_on(self) -> bool:
+        # agreed at the same place by all processes: one that stopped alone would leave the others waiting
+        seconds, stopping = self.processes.agree(self.progress.seconds, self.stopping)
+        self.progress = self.progress.model_copy(update={"seconds": seconds})
+        return self.fraction < 1 and not stopping
+
     def _step(self) -> Tick:
         blocks, features = self._blocks(self.progress.step)
         features, labels = self.teacher(blocks, features)
@@ -298,32 +315,47 @@ class Trainer:
         loss, scores = self.loss(predictions, labels)
         sum_of_losses, of_confidence = loss, None
         if predictions.confidence is not None:
-            of_confidence = confidence_loss(predictions.confidence, scores)
+            of_confidence = confidence_loss(predictions.confidence, scores, self.processes)
             sum_of_losses = loss + self.settings.confidence_weight * of_confidence
         sum_of_losses.backward()
+        self.processes.total_gradients(self.drafter.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
         if self.average is not None:
             self.average.update_parameters(self.drafter)
-        whole, missing = blocks.valid.all(1), self.drafter.config.block_size - 1 - blocks.valid.shape[1]
-        accepted = scores.hit[whole].long().cumprod(1).sum(1).float() + 1
+        return self._tick(blocks, scores, lr, loss.detach(), of_confidence, norm)
+
+    def _tick(
+        self, blocks: Blocks, scores: SlotScores, lr: float, loss: Tensor, of_confidence: Tensor | None, norm: Tensor
+    ) -> Tick:
+        # One vector of sums over all processes, read at once: every figure read from a GPU waits for it.
+        whole, slots = blocks.valid.all(1), blocks.valid.shape[1]
+        accepted = ((scores.hit.long().cumprod(1).sum(1) + 1) * whole).sum()
+        confidence = loss.new_zeros(()) if of_confidence is None else of_confidence.detach()
+        figures = [loss, confidence, accepted, whole.sum(), loss.new_tensor(sum(blocks.contexts))]
+        sums = torch.cat([torch.stack([f.double() for f in figures]), scores.hit.sum(0), blocks.valid.sum(0)])
+        sums = torch.cat([self.processes.total(sums), norm.detach().double()[None]]).cpu()
+        missing = self.drafter.config.block_size - 1 - slots
+        hits, valid = (F.pad(part.long(), (0, missing)) for part in sums[len(figures) : -1].split(slots))
+        total, of_head, length, blocks_seen, contexts = sums[: len(figures)].tolist()
         return Tick(
             step=self.progress.step + 1,
             lr=lr,
-            loss=float(loss.detach()),
-            confidence_loss=None if of_confidence is None else float(of_confidence.detach()),
-            gradient_norm=float(norm),
-            slot_hits=F.pad(scores.hit.sum(0), (0, missing)).cpu(),
-            slots=F.pad(blocks.valid.sum(0), (0, missing)).cpu(),
-            simulated_tau=float(accepted.mean()) if len(accepted) else 1.0,
-            context_tokens=sum(blocks.contexts),
+            loss=total,
+            confidence_loss=None if of_confidence is None else of_head,
+            gradient_norm=float(sums[-1]),
+            slot_hits=hits,
+            slots=valid,
+            simulated_tau=length / blocks_seen if blocks_seen else 1.0,
+            context_tokens=int(contexts),
         )
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
         seed, answers = self.recipe.seed, self.features.answers
         indexes, anchors = [], []
-        for epoch, index in step_sequences(seed, step, len(answers), self.settings.sequences):
+        chosen = step_sequences(seed, step, len(answers), self.settings.sequences)
+        for epoch, index in chosen[self.processes.rank :: self.processes.count]:
             first, length = answers[index].prompt_length, len(answers[index].tokens)
             drawn = draw_anchors(seed, epoch, index, first=first, length=length, count=self.settings.anchors)
             indexes.append(index)
@@ -352,7 +384,9 @@ class Trainer:
         self.best = {name: weight.detach().cpu().clone() for name, weight in self.published.state_dict().items()}
 
     def save(self) -> None:
-        """Replaces the run's checkpoint; a kill at any moment leaves the old or the new one."""
+        """Replaces the run's checkpoint, in the first process; a kill at any moment leaves the old or the new one."""
+        if not self.processes.first:
+            return
         groups = {"drafter": self.drafter.state_dict(), "optimizer": self.optimizer.tensors(), "best": self.best}
         if self.average is not None:
             groups["average"] = self.average.state_dict()

@@ -20,9 +20,9 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter, load_target
-from dflash_serve.training.data import read_manifest
 from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.run import new_trainer, run
+from dflash_serve.training.shards import read_manifest
 from dflash_serve.training.trainer import Scores
 from tests.support.embedded import answers, tiny_engine
 from tests.support.recipes import tiny_recipe, write_prompts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,3 +221,24 @@ def test_blocks_are_short_for_the_first_part_of_the_budget(target: str, prompts:
     run_of, slots = trainer(tiny_recipe(target, prompts, short_blocks={"block_size": 3, "until": 0.5}), tmp_path), []
     run_of.run(lambda tick: slots.append((tick.slots > 0).tolist()))
     assert slots == [[True, True, False]] * (STEPS // 2) + [[True, True, True]] * (STEPS // 2)
+
+
+def test_two_processes_answer_and_train_as_one_does(target: str, prompts: Path, tmp_path: Path) -> None:
+    """Real torchrun, gloo: each answers half of the prompts and trains on half of every step's sequences."""
+    heads = {**DSPARK, "markov": None, "confidence": {"with_markov": False}, "slots": "fill-in"}
+    settings = tiny_recipe(target, prompts, heads, sequences=4, bf16=False, soft_labels=0.5, reduced_vocabulary=True)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(settings.model_dump_json())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    train = [str(Path(sys.executable).with_name("dflash-serve")), "train", str(file), "--device", "cpu", "--output"]
+    done = subprocess.run([*torchrun, *train, str(tmp_path / "two")], timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("drafter: ") == 1, "one process speaks"
+    run(settings, tmp_path / "one")
+    one, two = ((tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
+    figures = ("step", "lr", "loss", "confidence_loss", "gradient_norm", "simulated_tau")
+    for mine, theirs in zip(map(json.loads, one), map(json.loads, two), strict=True):
+        assert [theirs[name] for name in figures] == pytest.approx([mine[name] for name in figures], abs=1e-3)
+    found = [load_file(next((tmp_path / name).glob("checkpoint-*/drafter.safetensors"))) for name in ("one", "two")]
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, atol=1e-5, rtol=0)

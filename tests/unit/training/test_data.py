@@ -19,22 +19,24 @@ from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training.data import (
     WINDOW,
-    DataManifest,
-    Example,
     Excluded,
     Request,
     answer_engine,
     ask,
     make_data,
+    repeated_tail,
+)
+from dflash_serve.training.loss import SlotLoss, Weighting
+from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.shards import (
+    DataManifest,
+    Example,
     read_manifest,
     read_shard,
-    repeated_tail,
     seen_vocabulary,
     write_manifest,
     write_shard,
 )
-from dflash_serve.training.loss import SlotLoss, Weighting
-from dflash_serve.training.recipe import Recipe
 from dflash_serve.training.trainer import target_features
 from dflash_torch.model_runner import TargetRunner
 
