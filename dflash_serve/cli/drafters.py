@@ -179,22 +179,31 @@ def train(
     resume: options.Resume = False,
     device: Annotated[str, typer.Option(help="Where to train: auto, cpu, cuda or cuda:N.")] = "auto",
     stage: Annotated[Stage, typer.Option(help="How far to go; data: until the answers are there.")] = Stage.all,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell sizes, memory and disk, and do nothing.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a drafter for a target on answers the target writes itself.
+    """Train a drafter for a target on answers the target writes itself; on several GPUs under `torchrun --no-python`.
 
-    JSON is the finished drafter's provenance.json, or null where the run has not ended.
+    JSON is the finished drafter's provenance.json, or null where the run has not ended; of a dry run, what it tells.
     """
     need("train", "safetensors", "torch", "transformers")
+    from dflash_serve.training.parallel import started
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import DRAFTER, choose_device, run
 
-    settings = load_recipe(recipe)
+    settings, processes = load_recipe(recipe), started()
+    if dry_run:
+        if processes.first:
+            from dflash_serve.training.outlook import outlook, told
+
+            found = outlook(settings, processes.count)
+            typer.echo(json.dumps(found, indent=2) if as_json else told(found))
+        return
     require_writable(output)
     data_only = stage is Stage.data
     done = run(settings, output, device=choose_device(device), resume=resume, data_only=data_only, quiet=quiet)
-    if as_json:
+    if as_json and processes.first:
         provenance = output / DRAFTER / PROVENANCE
         typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)
     if not done:

@@ -8,7 +8,7 @@ token before each slot, as it reads it in decoding for as long as the slots befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +38,8 @@ class Blocks:
         anchors: positions int64 [blocks]; anchor_ids: their tokens int64 [blocks].
         positions: int64 [blocks * B], anchor .. anchor + B - 1.
         counts: blocks of each sequence; contexts: context rows of each, at positions 0 .. contexts - 1.
-        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end.
+        targets: token ids int64 [blocks, B-1] of slots 1..B-1; valid: bool, False behind the sequence's end. It stays
+            on the CPU, because it decides sizes: a size that is read from a GPU waits for it.
     """
 
     block_size: int
@@ -49,6 +50,11 @@ class Blocks:
     contexts: tuple[int, ...]
     targets: Tensor
     valid: Tensor
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same blocks with all tensors but `valid` on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("anchors", "anchor_ids", "positions", "targets")}
+        return replace(self, **moved)
 
     def context_positions(self) -> Tensor:
         """Positions int64 [sum of contexts] of the flat context rows."""
@@ -104,7 +110,7 @@ def _generator(seed: int, epoch: int, index: int) -> torch.Generator:
 
 
 def lay_out(sequences: Sequence[Tensor], anchors: Sequence[Tensor], block_size: int, rows: int | None = None) -> Blocks:
-    """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each).
+    """Blocks of sequences' token ids (int64 [length] each) at the given anchors (int64 [count] each), all on the CPU.
 
     Args:
         rows: rows of a block in the drafter's input: B, or B - 1 for anchor-first slots; None = B.
@@ -183,48 +189,52 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class FlexBlockAttention:
-    """`BlockAttention` through FlexAttention, which skips the hidden tiles: for CUDA, compiled once.
+    """`BlockAttention` through FlexAttention, which skips the hidden tiles keeps no scores: for CUDA, compiled once.
 
-    Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU yet.
+    A sequence at a time: making the mask looks at every pair of a row and a key, and those of different sequences never
+    see each other. Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU
+    yet.
     """
 
     def __init__(
         self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
     ) -> None:
-        self.context, self.kinds, self.flex = context, kinds, flex
-        self.masks = {kind: _flex_mask(blocks, kind) for kind in set(kinds)}
+        self.kinds, self.flex = kinds, flex
+        self.rows = [count * blocks.block_size for count in blocks.counts]
+        self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
+        self.masks = {kind: _flex_masks(blocks, kind) for kind in set(kinds)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        context_k, context_v = (part[:, layer] for part in self.context)
-        keys, values = (torch.cat(pair).transpose(0, 1)[None] for pair in ((context_k, k), (context_v, v)))
-        mask = self.masks[self.kinds[layer]]
-        out: Tensor = self.flex(q.transpose(0, 1)[None], keys, values, block_mask=mask, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        context_k, context_v = (part[layer] for part in self.context)
+        parts = (q.split(self.rows), k.split(self.rows), v.split(self.rows), context_k, context_v)
+        outs = []
+        for a, b, c, ck, cv, mask in zip(*parts, self.masks[self.kinds[layer]], strict=True):
+            queries, keys, values = (x.transpose(0, 1)[None] for x in (a, torch.cat([ck, b]), torch.cat([cv, c])))
+            outs.append(self.flex(queries, keys, values, block_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat(outs)
 
 
-def _flex_mask(blocks: Blocks, kind: AttentionKind) -> Any:
-    """FlexAttention's mask; keys are [all context rows, all block rows], queries all block rows."""
+def _flex_masks(blocks: Blocks, kind: AttentionKind) -> list[Any]:
+    """FlexAttention's mask of each sequence; its keys are context rows, then block rows, its queries block rows."""
+    anchors = blocks.anchors.split(blocks.counts)
+    within = blocks.block_visible(kind)
+    return [_flex_mask(*own, blocks.block_size, kind, within) for own in zip(anchors, blocks.contexts, strict=True)]
+
+
+def _flex_mask(anchors: Tensor, context: int, size: int, kind: AttentionKind, within: Tensor) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    device, size = blocks.anchors.device, blocks.block_size
-    owner = torch.arange(len(blocks.counts), device=device)
-    query_sequence = owner.repeat_interleave(torch.tensor(blocks.counts, device=device)).repeat_interleave(size)
-    context_sequence = owner.repeat_interleave(torch.tensor(blocks.contexts, device=device))
-    context_position = blocks.context_positions()
-    query_position, anchor = blocks.positions, blocks.anchors.repeat_interleave(size)
-    within, last = blocks.block_visible(kind), len(context_position) - 1
-
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = key.clamp(max=last)
-        in_context = (context_sequence[place] == query_sequence[query]) & (context_position[place] < anchor[query])
+        anchor = anchors[query // size]
+        in_context = key < anchor
         if kind.window is not None:
-            in_context = in_context & (query_position[query] - context_position[place] < kind.window)
-        row = (key - last - 1).clamp(min=0)
+            in_context = in_context & (anchor + query % size - key < kind.window)
+        row = (key - context).clamp(min=0)
         in_block = (row // size == query // size) & within[query % size, row % size]
-        return torch.where(key <= last, in_context, in_block)
+        return torch.where(key < context, in_context, in_block)
 
-    queries, keys = len(query_position), last + 1 + len(query_position)
-    return create_block_mask(visible, None, None, queries, keys, device=str(device))
+    rows = len(anchors) * size
+    return create_block_mask(visible, None, None, rows, context + rows, device=str(anchors.device))
 
 
 def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -257,7 +267,7 @@ class Predictions(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Labels of slots 1..B-1: token ids int64 [blocks, B-1] and if they count.
+    """Labels of slots 1..B-1: token ids int64 [blocks, B-1] and if they count, which is on the CPU.
 
     With soft labels also the target's hidden states [blocks, B-1, H] after the final norm.
     """

@@ -21,6 +21,8 @@ from dflash_serve.training.blocks import Labels, Predictions
 from dflash_serve.training.parallel import ALONE, Processes
 
 BLOCKS_AT_ONCE = 32
+LOGITS_ON_GPU = 2**28
+"""Logits that exist together on a GPU, where few large products are faster: 1 GiB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class SlotLoss:
         head: [vocabulary, H]; bf16 makes the products fast.
         soft: share of the soft loss in the loss, the rest is cross-entropy; its labels must have a teacher.
         kept: token ids int64 that the softmax runs over; None = all.
-        blocks_at_once: blocks whose logits exist together.
+        blocks_at_once: blocks whose logits exist together; None = 32 on a CPU, and as many as fit `LOGITS_ON_GPU` else.
         processes: the weights of all of them divide the sum; their losses add up to that of the whole step.
     """
 
@@ -89,16 +91,18 @@ class SlotLoss:
         *,
         soft: float = 0.0,
         kept: Tensor | None = None,
-        blocks_at_once: int = BLOCKS_AT_ONCE,
+        blocks_at_once: int | None = None,
         processes: Processes = ALONE,
     ) -> None:
         self.weighting, self.soft, self.kept, self.blocks_at_once = weighting, soft, kept, blocks_at_once
         self.processes = processes
         self.head = head if kept is None else head[kept].contiguous()
-        self.places: Tensor | None = None  # each token's row of the head, where some are left out; -1 = this one
+        self.places: Tensor | None = None  # each token's row of the head, where some are left out; 0 also for these
+        self.known = torch.ones(len(head), dtype=torch.bool)  # on the CPU
         if kept is not None:
-            self.places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
-            self.places[kept] = torch.arange(len(kept), device=head.device)
+            self.places = torch.zeros(len(head), dtype=torch.int64, device=head.device)
+            self.places[kept.to(head.device)] = torch.arange(len(kept), device=head.device)
+            self.known = torch.zeros_like(self.known).index_fill(0, kept.cpu(), True)
 
     def __call__(self, predictions: Predictions, labels: Labels) -> tuple[Tensor, SlotScores]:
         """The weighted mean of the slots' losses, a scalar, differentiable in hidden, latent and bias; and the scores.
@@ -110,8 +114,8 @@ class SlotLoss:
         return loss, SlotScores(*scores)
 
     def knows(self, targets: Tensor) -> Tensor:
-        """True for tokens that the softmax runs over; slots of other tokens must not be valid."""
-        return torch.ones_like(targets, dtype=torch.bool) if self.places is None else self.places[targets] >= 0
+        """True for tokens, on the CPU, that the softmax runs over; slots of other tokens must not be valid."""
+        return self.known[targets]
 
     @torch.no_grad()
     def scores(self, predictions: Predictions, labels: Labels) -> SlotScores:
@@ -125,8 +129,12 @@ class SlotLoss:
 
     def parts(self, labels: Labels) -> Iterator[tuple[slice, Labels]]:
         """The blocks of a step, `blocks_at_once` at a time, and their labels."""
-        for first in range(0, len(labels.valid), self.blocks_at_once):
-            own = slice(first, first + self.blocks_at_once)
+        count, slots = labels.valid.shape
+        at_once = self.blocks_at_once or BLOCKS_AT_ONCE
+        if self.blocks_at_once is None and self.head.device.type != "cpu":
+            at_once = max(at_once, LOGITS_ON_GPU // (slots * len(self.head)))
+        for first in range(0, count, at_once):
+            own = slice(first, first + at_once)
             yield own, Labels(labels.targets[own], labels.valid[own], _rows(labels.teacher, own))
 
     def measure(
@@ -137,7 +145,7 @@ class SlotLoss:
         Args:
             hidden, latent: as in `Predictions`; bias: of the rows of the head that are kept.
         """
-        at = labels.valid.flatten().nonzero()[:, 0]  # slots that do not count cost nothing
+        at = labels.valid.flatten().nonzero()[:, 0].to(hidden.device)  # slots that do not count cost nothing
 
         def logits_of(rows: Tensor) -> Tensor:
             logits = rows.flatten(0, 1)[at].to(self.head.dtype) @ self.head.t()
@@ -157,7 +165,7 @@ class SlotLoss:
             distance = (logits.softmax(-1) - logits_of(labels.teacher).softmax(-1)).abs().sum(-1)
             loss = (1 - self.soft) * cross_entropy + self.soft * distance
         each = spread(cross_entropy.detach())
-        weights = self.weighting(torch.exp(-each), labels.valid)
+        weights = self.weighting(torch.exp(-each), labels.valid.to(hidden.device))
         scores = SlotScores(each, weights, spread(hit), None if distance is None else spread(distance.detach()))
         return (loss * weights.flatten()[at]).sum(), scores
 

@@ -77,6 +77,11 @@ class Processes:
 ALONE = Processes()
 
 
+def started() -> Processes:
+    """This process among those that `torchrun` started; one alone without it."""
+    return Processes(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
 @contextmanager
 def joined_processes(device: torch.device) -> Iterator[tuple[Processes, torch.device]]:
     """The processes that `torchrun` started, and this one's device; one alone without it.
@@ -84,15 +89,15 @@ def joined_processes(device: torch.device) -> Iterator[tuple[Processes, torch.de
     Args:
         device: where to train; on GPUs each process takes the one of its local rank.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        yield ALONE, device
+    processes = started()
+    if processes.count == 1:
+        yield processes, device
         return
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        yield Processes(dist.get_rank(), count), device
+        yield processes, device
     finally:
         dist.destroy_process_group()

@@ -41,6 +41,7 @@ from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 DRAFTER = "drafter"
 HEAD_NORM = 1.5
 """First value of the q/k norms: unit rows would leave the scores of a target without such norms too flat."""
+TIMED_STEPS = 10
 NOISE = 0.002
 RANDOM = 0.02
 FRESH = ("target", "random")  # first weights that do not come from another drafter
@@ -324,6 +325,15 @@ def _until_stopped(trainer: Trainer, console: Console) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def time_left(first: Tick, last: Tick) -> str:
+    """How long the rest of a run takes, without validations, by the steps after `first`, which may have compiled."""
+    steps, seconds = last.step - first.step, last.seconds - first.seconds
+    rest = (1 - last.progress) / max(1e-12, last.progress - first.progress)
+    minutes = round(rest * seconds / 60)
+    left = f"{minutes // 60} h {minutes % 60} min"
+    return f"{seconds / steps:.3g} s a step over {steps} steps: about {left} and {round(rest * steps)} steps are left"
+
+
 class Display:
     """A progress bar, and a log of one JSON object a line.
 
@@ -340,9 +350,14 @@ class Display:
         self.task = self.bar.add_task("training", total=1.0)
         self.pending: list[Tick] = []
         self.since = since
+        self.ticks: list[Tick] = []  # the first ones, by which the time left is told
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)
+        if len(self.ticks) <= TIMED_STEPS:
+            self.ticks.append(tick)
+            if len(self.ticks) == TIMED_STEPS + 1:
+                self.console.print(time_left(self.ticks[0], tick))
         self.bar.update(self.task, completed=min(1.0, tick.progress))
         if tick.step % self.every == 0 or tick.scores is not None:
             self._report(tick)

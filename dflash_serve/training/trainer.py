@@ -102,6 +102,7 @@ class Scores:
             valid: [blocks, B-1] and counts, the blocks of each sequence: as in `Blocks`.
             confidence: as in `Predictions`.
         """
+        valid = valid.to(slots.hit.device)
         hit, whole = slots.hit & valid, valid.all(1)
         accepted = hit.long().cumprod(1).sum(1)
         simulated, walked = accepted[whole].float() + 1, list[int]()
@@ -151,10 +152,11 @@ def held_out_scores(
     valid, counts, slots, confidence = list[Tensor](), list[int](), list[SlotScores](), list[Tensor]()
     for first in range(0, len(answers), ANSWERS_AT_ONCE):
         part = answers[first : first + ANSWERS_AT_ONCE]
-        sequences = [answer.tokens.to(device, torch.int64) for answer in part]
-        anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1, device=device) for a in part]
-        blocks = lay_out(sequences, anchors, config.block_size, config.rows())
-        features, labels = teacher(blocks, target_features(target, sequences, teacher.layer_ids))
+        sequences = [answer.tokens.to(torch.int64) for answer in part]
+        anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1) for a in part]
+        blocks = lay_out(sequences, anchors, config.block_size, config.rows()).to(device)
+        own = [tokens.to(device) for tokens in sequences]
+        features, labels = teacher(blocks, target_features(target, own, teacher.layer_ids))
         predictions = forward(blocks, features)
         valid.append(blocks.valid)
         counts += blocks.counts
@@ -308,7 +310,11 @@ class Trainer:
         self.progress = self.progress.model_copy(update={"seconds": seconds})
         return self.fraction < 1 and not stopping
 
-    def _step(self) -> Tick:
+    def update(self) -> tuple[Blocks, SlotScores, tuple[float, Tensor, Tensor | None, Tensor]]:
+        """One step: its blocks, their scores, and learning rate, loss, confidence head's loss and gradient's norm.
+
+        Nothing is read from the device, so a GPU is still at work when this returns.
+        """
         blocks, features = self._blocks(self.progress.step)
         features, labels = self.teacher(blocks, features)
         predictions = self.forward(blocks, features)
@@ -324,20 +330,20 @@ class Trainer:
         self.optimizer.step(lr)
         if self.average is not None:
             self.average.update_parameters(self.drafter)
-        return self._tick(blocks, scores, lr, loss.detach(), of_confidence, norm)
+        return blocks, scores, (lr, loss.detach(), of_confidence, norm)
 
-    def _tick(
-        self, blocks: Blocks, scores: SlotScores, lr: float, loss: Tensor, of_confidence: Tensor | None, norm: Tensor
-    ) -> Tick:
+    def _step(self) -> Tick:
         # One vector of sums over all processes, read at once: every figure read from a GPU waits for it.
-        whole, slots = blocks.valid.all(1), blocks.valid.shape[1]
+        blocks, scores, (lr, loss, of_confidence, norm) = self.update()
+        valid, slots = blocks.valid.to(loss.device), blocks.valid.shape[1]
+        whole = valid.all(1)
         accepted = ((scores.hit.long().cumprod(1).sum(1) + 1) * whole).sum()
         confidence = loss.new_zeros(()) if of_confidence is None else of_confidence.detach()
         figures = [loss, confidence, accepted, whole.sum(), loss.new_tensor(sum(blocks.contexts))]
-        sums = torch.cat([torch.stack([f.double() for f in figures]), scores.hit.sum(0), blocks.valid.sum(0)])
+        sums = torch.cat([torch.stack([f.double() for f in figures]), scores.hit.sum(0), valid.sum(0)])
         sums = torch.cat([self.processes.total(sums), norm.detach().double()[None]]).cpu()
         missing = self.drafter.config.block_size - 1 - slots
-        hits, valid = (F.pad(part.long(), (0, missing)) for part in sums[len(figures) : -1].split(slots))
+        hits, seen = (F.pad(part.long(), (0, missing)) for part in sums[len(figures) : -1].split(slots))
         total, of_head, length, blocks_seen, contexts = sums[: len(figures)].tolist()
         return Tick(
             step=self.progress.step + 1,
@@ -346,7 +352,7 @@ class Trainer:
             confidence_loss=None if of_confidence is None else of_head,
             gradient_norm=float(sums[-1]),
             slot_hits=hits,
-            slots=valid,
+            slots=seen,
             simulated_tau=length / blocks_seen if blocks_seen else 1.0,
             context_tokens=int(contexts),
         )
@@ -357,14 +363,14 @@ class Trainer:
         chosen = step_sequences(seed, step, len(answers), self.settings.sequences)
         for epoch, index in chosen[self.processes.rank :: self.processes.count]:
             first, length = answers[index].prompt_length, len(answers[index].tokens)
-            drawn = draw_anchors(seed, epoch, index, first=first, length=length, count=self.settings.anchors)
             indexes.append(index)
-            anchors.append(drawn.to(self.head.device))
-        sequences = [self.features.token_ids(index) for index in indexes]
+            anchors.append(draw_anchors(seed, epoch, index, first=first, length=length, count=self.settings.anchors))
+        sequences = [answers[index].tokens.to(torch.int64) for index in indexes]
         config, short = self.drafter.config, self.settings.short_blocks
         size = config.block_size if short is None or self.fraction >= short.until else short.block_size
         blocks = lay_out(sequences, anchors, size, config.rows(size))
-        return replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)), self.features.of(indexes)
+        blocks = replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)).to(self.head.device)
+        return blocks, self.features.of(indexes)
 
     def validate(self) -> Scores:
         """Scores of the weights to be published, on all held-out answers."""

@@ -1,0 +1,197 @@
+"""What a run will take, before it begins: sizes, disk, and the memory of a step, counted on tensors without data.
+
+Nothing of the target is fetched but its configuration. The step is the trainer's own, on PyTorch's `meta` device: its
+tensors have shapes and no values, so a target of any size is tried on any machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.source import local_folder, target_source
+from dflash_serve.checkpoint.target_config import TargetConfig, read_target_config
+from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.target import TargetModel
+from dflash_serve.training.data import written_prompts
+from dflash_serve.training.parallel import Processes
+from dflash_serve.training.recipe import FilePrompts, Recipe
+from dflash_serve.training.run import check_drafter, drafter_config
+from dflash_serve.training.shards import Example
+from dflash_serve.training.trainer import Trainer
+
+GB = 1e9
+CONFIGURATION = ["config.json", "generation_config.json"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations make inside it: `now`, and `most` at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                weakref.finalize(storage, self._gone, storage.nbytes())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+        return out
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
+    """Sizes of a run, as `train --dry-run --json` prints them; memory in bytes, for one of `processes` GPUs.
+
+    Raises:
+        UserError: the target's configuration cannot be read, or the recipe does not fit it.
+    """
+    model, answers, training = recipe.target, recipe.data.answers, recipe.training
+    target = read_target_config(local_folder(target_source(model.model), model.revision, files=CONFIGURATION))
+    check_drafter(recipe.drafter, target)
+    config = drafter_config(recipe.drafter, target)
+    per_token = 2 * 2 * target.num_layers * target.num_key_value_heads * target.head_dim
+    longest = answers.max_prompt_tokens + answers.max_new_tokens
+    prompts = _prompts(recipe)
+    memory = step_memory(recipe, target, config, processes)
+    parameters = _parameters(Drafter, config)
+    copies = 3 + (training.ema is not None)  # the weights, Adam's two averages, and the weights' own
+    return {
+        "target": {"model": model.model, "parameters": _parameters(TargetModel, target)},
+        "drafter": {
+            "parameters": parameters,
+            "layers": config.num_layers,
+            "block_size": config.block_size,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "answers": {
+            "prompts": prompts,
+            "most_tokens": longest * prompts,
+            "kv_cache_bytes": per_token * longest * answers.max_batch_size,
+        },
+        "step": {
+            "processes": processes,
+            "sequences": training.sequences,
+            "rows": training.sequences * training.anchors * config.rows(),
+            "steps": training.steps,
+            "minutes": training.minutes,
+        },
+        "memory_bytes": memory,
+        "disk_bytes": {
+            "answers": 4 * longest * prompts,
+            "checkpoint": 2 * (copies * 4 * parameters + 4 * parameters),  # the old one stays until the new is whole
+            "drafter": 2 * parameters,
+        },
+    }
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """The text that `train --dry-run` prints of an `outlook`."""
+    target, drafter, answers = found["target"], found["drafter"], found["answers"]
+    step, memory, disk = found["step"], found["memory_bytes"], found["disk_bytes"]
+    budget = f"{step['steps']} steps" if step["steps"] else f"{step['minutes']:g} minutes"
+    layers = ", ".join(map(str, drafter["target_layer_ids"]))
+    each = "" if step["processes"] == 1 else f", shared by {step['processes']} processes"
+    return "\n".join(
+        [
+            f"target: {target['model']}, {target['parameters'] / GB:.2f} billion parameters, frozen, in bf16",
+            f"drafter: {drafter['layers']} layers, block size {drafter['block_size']}, "
+            f"{drafter['parameters'] / GB:.3f} billion parameters, reads the outputs of target layers {layers}",
+            f"answers: at most {answers['prompts']} prompts and {answers['most_tokens'] / 1e6:.1f} million tokens; "
+            f"K/V cache {answers['kv_cache_bytes'] / GB:.1f} GB beside the target",
+            f"training: {budget}; a step is {step['sequences']} sequences and {step['rows']} rows of blocks{each}",
+            f"memory of a process: target {memory['target'] / GB:.1f} GB, drafter and optimiser "
+            f"{memory['drafter'] / GB:.1f} GB, a step at most {memory['step'] / GB:.1f} GB, together "
+            f"{sum(memory.values()) / GB:.1f} GB",
+            f"disk: answers at most {disk['answers'] / GB:.2f} GB, checkpoints {disk['checkpoint'] / GB:.2f} GB, "
+            f"drafter {disk['drafter'] / GB:.2f} GB",
+        ]
+    )
+
+
+def step_memory(recipe: Recipe, target: TargetConfig, config: DrafterConfig, processes: int) -> dict[str, int]:
+    """Bytes of the target, of the drafter with its optimiser, and of a step beside them, in one of the processes.
+
+    Every sequence is as long as the recipe allows, and the head's vocabulary is whole. Attention keeps what
+    FlexAttention keeps: queries, keys, values, its output, and no scores. What the allocator loses is not counted.
+    """
+    answers, device = recipe.data.answers, torch.device("meta")
+    tokens = torch.zeros(answers.max_prompt_tokens + answers.max_new_tokens, dtype=torch.int32)
+    examples = [Example(index, tokens, answers.max_prompt_tokens) for index in range(recipe.training.sequences)]
+    whole = recipe.training.model_copy(update={"reduced_vocabulary": False, "feature_cache_gib": 0.0})
+    with LiveBytes() as live, tempfile.TemporaryDirectory() as folder:
+        with device:
+            frozen = TargetModel(target).to(torch.bfloat16).requires_grad_(False)
+            of_target = live.now
+            drafter = Drafter(config).float()
+        frozen.rotary.to(device)
+        drafter.rotary.to(device)
+        shared = _Share(count=processes)
+        recipe = recipe.model_copy(update={"training": whole})
+        trainer = Trainer(recipe, frozen, drafter, examples, [], Path(folder), shared)
+        for group in (group for part in trainer.optimizer.parts for group in part.param_groups):
+            group |= {"fused": False, "foreach": False}  # the fused operator, which takes no memory, has no meta form
+        trainer.forward.backbone.flex = _attention
+        trainer.update()
+        of_drafter = live.now - of_target + 4 * sum(parameter.numel() for parameter in drafter.parameters())
+        live.most = live.now
+        trainer.update()
+        return {"target": of_target, "drafter": of_drafter, "step": live.most - of_target - of_drafter}
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, **_: object) -> Tensor:
+    return _Attention.apply(queries, keys, values)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    # keeps what FlexAttention keeps, and computes nothing
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out = torch.empty_like(queries)
+        ctx.save_for_backward(queries, keys, values, out, torch.empty_like(queries[..., 0], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
+class _Share(Processes):
+    # the first of several processes that are not there: it takes its share and adds nothing up
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def total_gradients(self, parameters: Any) -> None:
+        pass
+
+
+def _parameters(kind: type[nn.Module], config: Any) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in kind(config).parameters())
+
+
+def _prompts(recipe: Recipe) -> int:
+    found = 0
+    for source in recipe.data.prompts:
+        if isinstance(source, FilePrompts):
+            found += len(written_prompts(source))
+        else:  # a dataset is not fetched
+            found += source.count or 0
+    return found

@@ -1,0 +1,103 @@
+"""What `train --dry-run` tells is what a run takes; nothing of the target but its configuration is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dflash_serve.checkpoint.target_config import read_target_config
+from dflash_serve.cli.main import app
+from dflash_serve.models.loader import load_target
+from dflash_serve.models.target import TargetModel
+from dflash_serve.training import outlook as module
+from dflash_serve.training.outlook import LiveBytes, outlook, step_memory
+from dflash_serve.training.recipe import Recipe, load_recipe
+from dflash_serve.training.run import drafter_config, new_drafter
+from dflash_serve.training.shards import Example
+from dflash_serve.training.trainer import Trainer
+from tests.house import ROOT
+from tests.support.recipes import tiny_recipe, write_prompts
+from tests.support.tiny_target import write_tiny_target
+from tests.unit.tensorrt_llm.published_targets import TARGETS
+
+LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_target(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.fixture
+def recipe(target: Path, tmp_path: Path) -> Recipe:
+    fields = tiny_recipe(str(target), write_prompts(tmp_path / "prompts.jsonl"), sequences=6, anchors=40).model_dump()
+    fields["data"]["answers"] |= {"max_prompt_tokens": LENGTH // 2, "max_new_tokens": LENGTH // 2}
+    return Recipe.model_validate(fields)
+
+
+def test_live_bytes_are_those_that_are_held_at_once() -> None:
+    with LiveBytes() as live:
+        a = torch.zeros(100)
+        b = a.view(10, 10) + 1  # a view is nothing new
+        del a
+        c = b.double()
+        assert (live.now, live.most) == (400 + 800, 400 + 800)
+    assert c.numel() == 100
+
+
+def test_the_memory_of_a_step_is_that_of_a_real_one(
+    target: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both with the attention of a CPU, and the target's layers as they are before they are packed for one."""
+    monkeypatch.setattr(module, "_attention", None)
+    monkeypatch.setattr(TargetModel, "pack", lambda self: None)
+    config = drafter_config(recipe.drafter, read_target_config(target))
+    told = step_memory(recipe, read_target_config(target), config, 1)
+    frozen = load_target(str(target), dtype=torch.bfloat16)
+    tokens = torch.randint(0, 50, (recipe.training.sequences, LENGTH), dtype=torch.int32)
+    examples = [Example(index, row, LENGTH // 2) for index, row in enumerate(tokens)]
+    trainer = Trainer(recipe, frozen, new_drafter(config, frozen, init="random", seed=0), examples, [], tmp_path)
+    trainer.update()
+    with LiveBytes() as live:
+        trainer.update()
+    parameters = sum(parameter.numel() for parameter in trainer.drafter.parameters())
+    assert told["drafter"] == pytest.approx(16 * parameters, rel=0.01)
+    assert told["step"] + 4 * parameters == pytest.approx(live.most, rel=0.1)  # gradients are of the step there
+
+
+def test_more_processes_take_less_each(recipe: Recipe) -> None:
+    one, two = outlook(recipe, 1)["memory_bytes"], outlook(recipe, 2)["memory_bytes"]
+    assert one["target"] == two["target"]
+    assert two["step"] < 0.75 * one["step"]
+
+
+def test_the_recipe_of_qwen3_8b_fits_eight_b200(tmp_path: Path) -> None:
+    found = _published("qwen3-8b", "Qwen/Qwen3-8B", tmp_path, processes=8)
+    assert found["target"]["parameters"] == 8_190_735_360
+    assert found["drafter"]["target_layer_ids"] == [1, 9, 17, 25, 33]
+    assert sum(found["memory_bytes"].values()) < 0.9 * 180e9
+    assert found["memory_bytes"]["target"] + found["answers"]["kv_cache_bytes"] < 0.9 * 180e9
+
+
+def _published(name: str, target: str, folder: Path, *, processes: int) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(TARGETS[target]))
+    recipe = load_recipe(ROOT / f"examples/training/{name}.yaml")
+    assert recipe.target.model == target
+    model = recipe.target.model_copy(update={"model": str(folder)})
+    return outlook(recipe.model_copy(update={"target": model}), processes)
+
+
+def test_a_dry_run_tells_and_writes_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    file, output = tmp_path / "recipe.yaml", tmp_path / "out"
+    file.write_text(recipe.model_dump_json())
+    arguments = ["train", str(file), "--output", str(output), "--dry-run"]
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 0, told.output
+    assert "memory of a process: target" in told.output
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["answers"]["prompts"] == 20
+    assert not output.exists()
