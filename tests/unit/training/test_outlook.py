@@ -14,6 +14,7 @@ from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.cli.main import app
 from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
+from dflash_serve.training import loss
 from dflash_serve.training import outlook as module
 from dflash_serve.training.outlook import LiveBytes, outlook, step_memory
 from dflash_serve.training.recipe import Recipe, load_recipe
@@ -53,8 +54,9 @@ def test_live_bytes_are_those_that_are_held_at_once() -> None:
 def test_the_memory_of_a_step_is_that_of_a_real_one(
     target: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both with the attention of a CPU, and the target's layers as they are before they are packed for one."""
+    """Both with attention and logits as on a CPU, and the target's layers as they are before they are packed for one."""
     monkeypatch.setattr(module, "_attention", None)
+    monkeypatch.setattr(loss, "LOGITS_ON_GPU", 0)
     monkeypatch.setattr(TargetModel, "pack", lambda self: None)
     config = drafter_config(recipe.drafter, read_target_config(target))
     told = step_memory(recipe, read_target_config(target), config, 1)
