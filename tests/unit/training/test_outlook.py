@@ -54,7 +54,7 @@ def test_live_bytes_are_those_that_are_held_at_once() -> None:
 def test_the_memory_of_a_step_is_that_of_a_real_one(
     target: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both with attention and logits as on a CPU, and the target's layers as they are before they are packed for one."""
+    """Both with attention and logits as on a CPU, and the target's layers as they are before packing."""
     monkeypatch.setattr(module, "_attention", None)
     monkeypatch.setattr(loss, "LOGITS_ON_GPU", 0)
     monkeypatch.setattr(TargetModel, "pack", lambda self: None)
