@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isclose
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.tensors import plain_only
@@ -56,9 +57,13 @@ def _drafter_problems(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Prob
     if drafter.has_mask_embedding:
         what = "SGLang reads a mask embedding from a pickle only, which we never write"
         yield Problem(what, "drafter.model", "use a drafter that masks with a token, or another backend")
-    if drafter.embedding_scale != 1.0 and not family.startswith("gemma"):
-        what = f"input_embedding_scale is {drafter.embedding_scale}, SGLang scales for Gemma targets only"
+    scale = plan.target.shape.hidden_size**0.5 if family.startswith("gemma") else 1.0  # that of the target's embedding
+    if drafter.embedding_scale != 1.0 and not isclose(drafter.embedding_scale, scale, rel_tol=0.01):
+        what = f"input_embedding_scale is {drafter.embedding_scale}, SGLang scales by the target's {scale:g}"
         yield Problem(what, "drafter.model", "use another backend")
+    if family.startswith("gemma") and drafter.family != "DFlash":
+        what = f"{family}'s head is its embedding, which SGLang's {drafter.family} cannot draft through (sglang#39362)"
+        yield Problem(what, "target.model", "use a plain drafter, or DFlash2 with --backend vllm")
     yield from _attention(plan, drafter)
 
 
@@ -155,9 +160,12 @@ def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
         yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
     if (asked == "nvfp4" or native == "nvfp4") and gpu is not None and not gpu.is_blackwell:
         yield Problem(f"{gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
-    if plan.checkpoint is not None and plan.target.head_is_quantized:
-        what = "the target's lm_head is quantised to NVFP4; the drafter drafts through it (sglang#35534)"
-        yield Problem(what, "target.model", "use a checkpoint that leaves lm_head out")
+    drafter, tensor = plan.drafter, plan.deployment.parallel.tensor
+    is_plain = drafter is not None and drafter.family == "DFlash"
+    if plan.target.head_is_quantized and is_plain and tensor > 1:  # others take it on any number (sglang#35534)
+        what = f"the target's lm_head is NVFP4, through which a plain drafter drafts on one device, not {tensor}"
+        do = "set it to 1, or use a checkpoint that leaves lm_head out, or a DFlash2 or DSpark drafter"
+        yield Problem(what, "parallel.tensor", do)
 
 
 def _lengths(plan: SGLangPlan) -> Iterator[Problem]:

@@ -64,7 +64,8 @@ def drafter_problems(
     if drafter.embedding_scale == 1.0 and target.model_type.startswith("gemma"):
         # The drafter was trained on rows times sqrt(hidden_size), as the target takes them (vllm#41703, open).
         what = f"{target.model_type} scales its embedding, and vLLM hands it to {drafter.family} drafters unscaled"
-        do = "use --backend sglang: vLLM would accept few drafts, without an error"
+        plain = "" if drafter.family == "DFlash" else "a plain drafter with "
+        do = f"use {plain}--backend sglang: vLLM would accept few drafts, without an error"
         found.append(Problem(what, "target.model", do))
     longest, most = max_model_len or target.max_position_embeddings, drafter.max_position_embeddings
     is_raised = not v1_runner and (RELEASES.numbers(RELEASES.installed()) or (0,)) >= RAISES_TABLES

@@ -71,11 +71,10 @@ def test_a_file_with_two_keys_is_refused(fields: dict[str, Any], tmp_path: Path)
     assert "has 2 keys" in problems(fields, serving={"api_key_file": str(tmp_path / "keys")})
 
 
-def test_nvfp4_on_hopper_and_a_quantised_head_are_found(fields: dict[str, Any], tmp_path: Path) -> None:
-    target = write_paper_target(tmp_path / "fp4", recipe={**NVFP4, "ignore": []})
+def test_nvfp4_on_hopper_is_found(fields: dict[str, Any], tmp_path: Path) -> None:
+    target = write_paper_target(tmp_path / "fp4", recipe=NVFP4)
     found = problems(fields, target={"model": str(target)}, hardware={"gpu": "h100"})
     assert "h100 has no FP4 arithmetic" in found
-    assert "lm_head is quantised" in found
 
 
 def test_a_model_that_does_not_fit_a_gpu_is_advised_to_be_split(tmp_path: Path) -> None:
@@ -250,3 +249,42 @@ def test_heads_that_sglang_would_get_wrong_are_refused(
     name: str, words: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     assert words in problems(headed(fields, tmp_path, name))
+
+
+ON_TWO = devices(2, tensor=2)
+NO_SPARED_HEAD = {"recipe": {**NVFP4, "ignore": []}}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "change", "words"),
+    [
+        ("plain", NO_SPARED_HEAD, devices(1), ""),
+        ("plain", NO_SPARED_HEAD, ON_TWO, "a plain drafter drafts on one device, not 2"),
+        ("convolution", NO_SPARED_HEAD, ON_TWO, "a plain drafter drafts on one device, not 2"),
+        ("DFlash2", NO_SPARED_HEAD, ON_TWO, ""),
+        ("vanilla Markov", NO_SPARED_HEAD, ON_TWO, ""),
+        ("plain", {"recipe": NVFP4}, ON_TWO, ""),
+        ("plain", {"model_type": "gemma4"}, devices(1), ""),
+        ("DFlash2", {"model_type": "gemma4"}, devices(1), "SGLang's DFlash2 cannot draft through (sglang#39362)"),
+        ("vanilla Markov", {"model_type": "gemma4"}, devices(1), "SGLang's DSpark cannot draft through"),
+    ],
+)
+def test_a_drafter_is_refused_only_with_a_head_that_sglang_cannot_draft_through(
+    name: str, target: dict[str, Any], change: dict[str, Any], words: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    headless = write_paper_target(tmp_path / "other", **target)
+    found = problems(headed(fields, tmp_path, name), target={"model": str(headless)}, **change)
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("family", "scale", "fine"), [("gemma4", 8.0, True), ("gemma4", 4.0, False), ("qwen3", 8.0, False)]
+)
+def test_an_embedding_scale_other_than_the_targets_is_refused(
+    family: str, scale: float, fine: bool, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    target = write_paper_target(tmp_path / "other", model_type=family)
+    drafter = write_paper_drafter(tmp_path / "scaled", embedding_scale=scale)
+    found = problems(fields, target={"model": str(target)}, drafter={"model": str(drafter)})
+    assert ("SGLang scales by the target's" in found) is not fine
