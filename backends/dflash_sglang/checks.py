@@ -26,11 +26,25 @@ from .facts import RELEASES
 from .launch_plan import DSPARK, SGLangPlan
 from .launch_plan import head_problems as drafter_head_problems
 
-CAPTURING = (
-    *("beam", "deepseek", "gemma4", "glm4_moe_lite", "glm5", "gpt_oss", "inkling", "kimi", "laguna", "lfm2", "llama"),
-    *("mimo", "minicpm", "minimax", "mistral", "muse", "nanbeige", "nemotron", "qwen3"),
+LANGUAGE_MODELS = (
+    *("Beam", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Gemma4", "Glm4MoeLite", "GlmMoeDsa", "GptOss", "IQuestCoder"),
+    *("InternLM3", "KimiK3Linear", "Laguna", "Lfm2", "Lfm2Moe", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
+    *("Ministral3", "Mistral", "MistralLarge3", "MuseGlimmer", "Nanbeige", "NemotronH", "NemotronHPuzzle", "Phi3"),
+    *("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "TeleFLM"),
 )
-"""Families (model_type's beginning) whose SGLang model hands out hidden states (`set_dflash_layers_to_capture`)."""
+MULTIMODAL = (
+    *("Cosmos3", "Gemma4", "Gemma4Unified", "Glm5Next", "Inkling", "InternS1Pro", "InternS2Mobius", "InternS2Preview"),
+    *("KimiK25", "KimiK3", "Lfm2Vl", "MiniCPMV4_6", "MiniCPMV4_7", "MiniMaxM3Sparse", "MuseGlimmer", "MuseSpark"),
+    *("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp"),
+)
+CAPTURING = {
+    *(f"{name}ForCausalLM" for name in LANGUAGE_MODELS),
+    *(f"{name}ForConditionalGeneration" for name in MULTIMODAL),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3"),
+}
+"""Architectures whose model in SGLang 0.5.23 hands out hidden states (`set_dflash_layers_to_capture`)."""
+CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "KimiLinearForCausalLM"}
+"""Those that do so for DSPARK only (`set_dspark_layers_to_capture`)."""
 
 
 def problems(plan: SGLangPlan) -> list[Problem]:
@@ -50,9 +64,9 @@ def _drafter_problems(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Prob
     yield from block_problems(plan.deployment, drafter)
     yield from drafter_head_problems(drafter)
     yield from _widths(plan)
-    family = plan.target.shape.model_type
-    if not family.startswith(CAPTURING):
-        what = f"SGLang's model for {family!r} does not hand out hidden states"
+    family, architecture = plan.target.shape.model_type, plan.target.architecture
+    if architecture not in CAPTURING and not (drafter.markov and architecture in CAPTURING_FOR_DSPARK):
+        what = f"SGLang's {architecture} does not hand out hidden states to {plan.algorithm}"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     if drafter.has_mask_embedding:
         what = "SGLang reads a mask embedding from a pickle only, which we never write"

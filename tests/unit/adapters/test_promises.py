@@ -92,12 +92,13 @@ def test_a_fault_is_found_and_says_what_to_do(
 @every_engine
 def test_a_target_that_hands_out_no_features_or_is_anothers_is_found(engine: str, fields: dict[str, Any]) -> None:
     target = Path(fields["target"]["model"]) / "config.json"
-    edit_json(target, {"model_type": "qwen2" if engine == "tensorrt-llm" else "mamba2"})
+    family = "qwen2" if engine == "tensorrt-llm" else "mamba2"
+    edit_json(target, {"model_type": family, "architectures": ["Mamba2ForCausalLM"]})
     if engine == "vllm":  # the installed vLLM is asked: tests/contract
         assert any(note.startswith("not checked: whether vLLM's model for 'mamba2'") for note in notes(engine, fields))
     else:
         assert "target.model" in problems(engine, fields)
-    edit_json(target, {"model_type": "qwen3", "hidden_size": 48})
+    edit_json(target, {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 48})
     assert "hidden_size is 64, the target's is 48" in problems(engine, fields)
 
 

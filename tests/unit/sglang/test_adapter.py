@@ -288,3 +288,22 @@ def test_an_embedding_scale_other_than_the_targets_is_refused(
     drafter = write_paper_drafter(tmp_path / "scaled", embedding_scale=scale)
     found = problems(fields, target={"model": str(target)}, drafter={"model": str(drafter)})
     assert ("SGLang scales by the target's" in found) is not fine
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "fine"),
+    [
+        ("GlmMoeDsaForCausalLM", "plain", True),
+        ("MellumForCausalLM", "plain", True),
+        ("MiniMaxM2ForCausalLM", "plain", False),
+        ("Qwen2ForCausalLM", "plain", False),
+        ("KimiLinearForCausalLM", "plain", False),
+        ("KimiLinearForCausalLM", "vanilla Markov", True),
+    ],
+)
+def test_a_target_that_hands_out_no_hidden_states_is_refused(
+    architecture: str, name: str, fine: bool, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    target = write_paper_target(tmp_path / "other", architectures=[architecture], model_type="other")
+    found = problems(headed(fields, tmp_path, name), target={"model": str(target)})
+    assert (f"SGLang's {architecture} does not hand out hidden states" in found) is not fine
