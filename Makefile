@@ -97,7 +97,8 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 .PHONY: test-sglang
 test-sglang: .venv-sglang/ready
-	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py
+	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
+	  tests/contract/test_engine_faults.py
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)
@@ -121,7 +122,7 @@ test-clients: .venv/test .venv-clients/ready
 # take from vLLM is held against 0.33's Python, too (tests/support/vllm_python.py: 336 MB are fetched once, 57 MB kept).
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
-VLLM_CONTRACT := tests/contract/test_vllm_arguments.py \
+VLLM_CONTRACT := tests/contract/test_engine_faults.py tests/contract/test_vllm_arguments.py \
   tests/contract/test_vllm_plugin.py
 
 .PHONY: test-vllm

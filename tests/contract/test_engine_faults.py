@@ -1,0 +1,326 @@
+"""Faults of SGLang and vLLM that an adapter refuses or works around, asked of the installed release.
+
+The tables in docs/ that begin with `fault | upstream` say what each release does. A probe asks the installed one again:
+where it has mended a fault, the refusal and its row go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace as Stub
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_serve.backend import Releases
+from dflash_sglang import facts as sglang
+from dflash_sglang.checks import CAPTURING, CAPTURING_FOR_DSPARK
+from dflash_vllm import facts as vllm
+from dflash_vllm.drafter_rules import CACHE_ONLY, RAISES_TABLES
+from dflash_vllm.facts import REAL_OFF
+
+ROOT = Path(__file__).parents[2]
+HIDDEN, VOCABULARY, PADDED, TOP_K = 64, 320, 384, 4
+Patch = pytest.MonkeyPatch
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Every row of the tables, by the heads of its columns."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for table in re.findall(r"^\| fault \| upstream \|.*(?:\n\|.*)+", page.read_text(encoding="utf-8"), re.M):
+            head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+            yield from (dict(zip(head, line, strict=True)) for line in lines)
+
+
+def told(releases: Releases, fault: str) -> str:
+    """The answer in the installed release's column; the column's head names title and release."""
+    found = releases.numbers(version(releases.package))
+    column = f"{releases.title} {'.'.join(map(str, found or ()))}"
+    (answer,) = [row[column] for row in rows() if row["fault"] == fault and column in row]
+    return answer
+
+
+def raises(error: type[Exception], call: Callable[[], object]) -> bool:
+    """True if the call ends with such an error; any other error is one of the probe."""
+    try:
+        call()
+    except error:
+        return True
+    return False
+
+
+def source(*modules: str) -> str:
+    return "".join(inspect.getsource(import_module(name)) for name in modules)
+
+
+# --- SGLang -----------------------------------------------------------------------------------------------------------
+
+DFLASH, DSPARK = "sglang.srt.models.dflash", "sglang.srt.models.dspark"
+WORKER = "sglang.srt.speculative.dflash_worker_v2"
+DRAFTERS = (DFLASH, DSPARK, WORKER, "sglang.srt.speculative.dflash_utils")
+NVFP4_STATE = ("weight_scale_interleaved", "alpha", "input_size_per_partition", "output_size_per_partition")
+
+
+class ModelOptFp4LinearMethod:
+    """Stand-in of the class, which SGLang recognises by its name; computes without FP4 kernels."""
+
+    quant_mode = "w4a4"
+
+    def apply(self, _: object, rows: torch.Tensor, bias: None) -> torch.Tensor:
+        return rows @ torch.ones(HIDDEN, PADDED)
+
+
+def nvfp4_head() -> Any:
+    packed = torch.zeros(PADDED, HIDDEN // 2, dtype=torch.uint8)
+    state = dict.fromkeys((*NVFP4_STATE, "input_scale_inv"), 1)
+    return Stub(weight=packed, quant_method=ModelOptFp4LinearMethod(), org_vocab_size=VOCABULARY, **state)
+
+
+def draft_through(head: Any, devices: int, patch: Patch) -> list[Callable[[], object]]:
+    """Calls that draft a few rows through a head: plain, DFlash2's and DSpark's."""
+    dflash, dspark, worker = map(import_module, (DFLASH, DSPARK, WORKER))
+    hidden = torch.randn(4, HIDDEN)
+    patch.setattr(dflash, "get_parallel", lambda: Stub(tp_size=devices))
+    patch.setattr(worker, "get_parallel", lambda: Stub(tp_group=Stub(world_size=devices)))
+    plain = object.__new__(worker.DFlashWorkerV2)
+    return [
+        lambda: plain._greedy_sample_from_vocab_parallel_head(hidden_states=hidden, lm_head=head),
+        lambda: dflash.candidate_topk(hidden, head, TOP_K),
+        lambda: dspark.project_through_lm_head(hidden, head),
+    ]
+
+
+def tied_gemma(patch: Patch) -> bool:
+    embedding = import_module("sglang.srt.models.gemma4_causal").Gemma4TextScaledWordEmbedding
+    _, *others = draft_through(embedding(VOCABULARY, HIDDEN, 0, embed_scale=8.0), 1, patch)
+    return all(raises(AttributeError, other) for other in others)
+
+
+def nvfp4_on_one_device(patch: Patch) -> bool:
+    return any(raises(RuntimeError, call) for call in draft_through(nvfp4_head(), 1, patch))
+
+
+def nvfp4_on_two_devices(patch: Patch) -> bool:
+    return raises(RuntimeError, draft_through(nvfp4_head(), 2, patch)[0])
+
+
+def short_rows(patch: Patch) -> bool:
+    sizing = import_module("sglang.srt.mem_cache.allocation_sizing")
+    spec = Stub(speculative_algorithm="DFLASH", speculative_num_steps=1, speculative_eagle_topk=1)
+    for name, value in {"get_spec": spec, "get_alloc_page_size": 1, "max_speculative_num_draft_tokens": 8}.items():
+        patch.setattr(sizing, name, lambda value=value: value)
+    return bool(sizing.get_req_to_token_extra_context_len() < sizing.get_alloc_reserve_per_decode())
+
+
+def shared_pool(patch: Patch) -> bool:
+    sizes = import_module("sglang.srt.model_executor.pool_configurator")
+    patch.setattr(sizes, "get_parallel", lambda: Stub(attn_dcp_size=1))
+    family = Stub(is_dflash_family=lambda: True)
+    target = Stub(is_draft_worker=False, spec_algorithm=family, dflash_draft_cell_size_per_token=100)
+    return bool(sizes._dflash_draft_cell_size(target) == 100)
+
+
+def careless_load(_: Patch) -> bool:
+    model = Stub(named_parameters=lambda: [("fc.weight", torch.nn.Parameter(torch.ones(1)))], projector_type=None)
+    load = import_module(DFLASH).DFlashDraftModel.load_weights
+    return not raises(Exception, lambda: load(model, [("fc.weight_packed", torch.ones(1))]))
+
+
+def uncounted_penalties(patch: Patch) -> bool:
+    patch.setattr("sglang.srt.speculative.spec_utils.spec_prepare_for_decode", lambda _: None)
+    counted: list[object] = []
+    sampling = Stub(penalizer_orchestrator=Stub(is_required=True))
+    speculating = Stub(is_none=lambda: False)
+    batch = Stub(spec_algorithm=speculating, sampling_info=sampling, cumulate_penalty_output_tokens=counted.append)
+    import_module("sglang.srt.managers.schedule_batch").ScheduleBatch.prepare_for_decode(batch)
+    return not counted and "cumulate_penalty" not in source(WORKER)
+
+
+def one_causality(_: Patch) -> bool:
+    config = Stub(layer_types=["full_attention", "sliding_attention"], is_causal=True, sliding_window=8)
+    config.get_text_config = lambda: config
+    kind_of = import_module(DFLASH)._get_dflash_layer_attention_params
+    return len({kind_of(config, index)[1] for index in (0, 1)}) == 1
+
+
+def markov_required(_: Patch) -> bool:
+    resolve = import_module("sglang.srt.speculative.dspark_components.dspark_config").resolve_runtime_config
+
+    def starts(rank: int) -> bool:
+        fields = {"markov_rank": rank, "markov_head_type": "vanilla", "target_layer_ids": [1], "mask_token_id": 7}
+        config = Stub(block_size=7, num_hidden_layers=1, vocab_size=VOCABULARY, **fields)
+        asks = {"speculative_num_draft_tokens": None, "target_vocab_size": VOCABULARY}
+        return not raises(ValueError, lambda: resolve(draft_hf_config=config, **asks))
+
+    assert starts(6)
+    return not starts(0)
+
+
+OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
+    "DFlash2 and DSpark fail with Gemma 4, whose head is its embedding": tied_gemma,
+    "a plain drafter fails with an NVFP4 head on several devices": nvfp4_on_two_devices,
+    "a drafter fails with an NVFP4 head on one device": nvfp4_on_one_device,
+    "a request at the end of its context writes into the row of another one": short_rows,
+    "a drafter's K/V pool has an entry for every token of the target": shared_pool,
+    "tensors of a drafter that are unknown or missing are no error": careless_load,
+    "penalties do not count the tokens of DFlash steps": uncounted_penalties,
+    "one `is_causal` governs all layers of a drafter": one_causality,
+    "`input_embedding_scale` is not read": lambda _: "input_embedding_scale" not in source(*DRAFTERS),
+    "`d2t` is not read": lambda _: "d2t" not in source(*DRAFTERS),
+    "DSPARK fails without a Markov head": markov_required,
+}
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+PLAIN = "vllm.model_executor.models.qwen3_dflash"
+MARKOV = "vllm.model_executor.models.qwen3_dspark"
+
+
+def unscaled_rows(_: Patch) -> bool:
+    looked_up = torch.ones(2, HIDDEN)
+    model = Stub(embed_tokens=lambda _: looked_up, has_separate_mask_embedding=False, mask_token_id=None)
+    ids = torch.tensor([1, 2])
+    classes = import_module(PLAIN).DFlashQwen3Model, import_module(MARKOV).Qwen3DSparkModel
+    return all(torch.equal(one.embed_input_ids(model, ids), torch.ones(2, HIDDEN)) for one in classes)
+
+
+def short_table(_: Patch) -> bool:
+    raised = getattr(import_module("vllm.config.speculative").SpeculativeConfig, "draft_shares_target_positions", None)
+
+    def is_raised(kind: str | None) -> bool:
+        rope = {"rope_type": kind or "default", "rope_theta": 1e4}
+        config = Stub(method="dflash", draft_model_config=Stub(hf_config=Stub(rope_parameters=rope)))
+        return raised is not None and bool(raised(config))
+
+    found = {is_raised(kind) for kind in CACHE_ONLY}
+    assert len(found) == 1
+    assert not is_raised("yarn")
+    return found == {False}
+
+
+def drafts_at_width_one(_: Patch) -> bool:
+    drafting = import_module("vllm.v1.worker.gpu.spec_decode.dflash.speculator").DFlashSpeculator.propose
+    return "num_speculative_tokens == 0" not in inspect.getsource(drafting)
+
+
+def unchecked_load(_: Patch) -> bool:
+    loads = [import_module(PLAIN).DFlashQwen3ForCausalLM, import_module(MARKOV).Qwen3DSparkForCausalLM]
+    return not any(re.search(r"\n {8}return \S", inspect.getsource(one.load_weights)) for one in loads)
+
+
+def sorted_layers(_: Patch) -> bool:
+    holder = Stub(_cache_aux_pp_layout=lambda: None)
+    mixin = import_module("vllm.model_executor.models.interfaces").EagleModelMixin
+    mixin._set_aux_hidden_state_layers(holder, (3, 1, 3))
+    return bool(holder.aux_hidden_state_layers == (1, 3))
+
+
+def one_key_for_causality(_: Patch) -> bool:
+    config = Stub(is_causal=True, layer_types=["full_attention", "sliding_attention"])
+    return {import_module(PLAIN)._dflash_layer_causal(config, index) for index in (0, 1)} == {True}
+
+
+def first_runner(_: Patch) -> bool:
+    config = import_module("vllm.config").VllmConfig
+    lacks = inspect.getsource(config._get_v1_model_runner_unsupported_features)
+    return all(words in lacks for words in ("dspark speculative", "mixed sliding/full dflash", "DFlash candidate-head"))
+
+
+def refused_parameters(_: Patch) -> bool:
+    parameters = import_module("vllm.sampling_params").SamplingParams
+    given = parameters(min_p=0.1), parameters(logit_bias={1: 1.0})
+    error = import_module("vllm.exceptions").VLLMValidationError
+    return all(raises(error, partial(one._validate_spec_decode, Stub())) for one in given)
+
+
+def adaptive_for_dspark_alone(_: Patch) -> bool:
+    every = inspect.getsource(import_module("vllm.v1.worker.gpu.spec_decode.speculator").DraftModelSpeculator)
+    return "self.acceptance_estimator = OnlineAcceptanceEstimator(" not in every
+
+
+OF_VLLM: dict[str, Callable[[Patch], bool]] = {
+    "a Gemma target's rows reach plain and DSpark drafters unscaled": unscaled_rows,
+    "a drafter's RoPE table stays shorter than the context": short_table,
+    "the drafter's pass runs where the width is 1": drafts_at_width_one,
+    "tensors of a drafter that are missing are no error": unchecked_load,
+    "`target_layer_ids` are sorted, and one named twice counts once": sorted_layers,
+    "one `is_causal` governs all layers of a drafter": one_key_for_causality,
+    "the V1 model runner has no DFlash2, no DSpark and no mixed windows": first_runner,
+    "every Markov head is read as vanilla": lambda _: "markov_head_type" not in source(MARKOV),
+    "a soft-cap of the logits is left out with a Markov head": lambda _: "softcap" not in source(MARKOV),
+    "`min_p` and `logit_bias` are refused with speculation": refused_parameters,
+    "adaptive verification takes DSpark alone": adaptive_for_dspark_alone,
+}
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+ENGINES = ((sglang.RELEASES, OF_SGLANG), (vllm.RELEASES, OF_VLLM))
+ALL = [(releases, fault) for releases, probes in ENGINES for fault in probes]
+
+
+@pytest.mark.parametrize(("releases", "fault"), ALL, ids=[f"{one.package}: {fault}" for one, fault in ALL])
+def test_the_installed_release_does_what_the_table_says(
+    releases: Releases, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(releases.package)
+    found = dict(next(probes for one, probes in ENGINES if one is releases))[fault](monkeypatch)
+    assert told(releases, fault) == ("yes" if found else "no")
+
+
+@pytest.mark.parametrize(("releases", "probes"), ENGINES, ids=["sglang", "vllm"])
+def test_every_row_has_a_probe_and_every_issue_that_the_adapter_cites_has_a_row(
+    releases: Releases, probes: dict[str, object]
+) -> None:
+    ours = [row for row in rows() if any(head.startswith(f"{releases.title} ") for head in row)]
+    assert sorted(row["fault"] for row in ours) == sorted(probes)
+    code = "".join(file.read_text() for file in (ROOT / "backends" / f"dflash_{releases.package}").rglob("*.py"))
+    cited = set(re.findall(rf"{releases.package}#\d+", code))
+    assert cited <= {issue for row in ours for issue in row["upstream"].split(", ")}
+
+
+@pytest.mark.parametrize(("probe", "since"), [(short_table, RAISES_TABLES), (drafts_at_width_one, REAL_OFF)])
+def test_a_fault_was_mended_in_the_release_that_the_adapter_names(
+    probe: Callable[[Patch], bool], since: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    installed = vllm.RELEASES.numbers(version("vllm"))
+    assert installed is not None
+    assert probe(monkeypatch) is (installed < since)
+
+
+NO_TARGET = re.compile("NextN|MTP|Eagle|Assistant|Bidirectional")  # drafters and embedding models
+
+
+def models_with(method: str) -> set[str]:
+    """Architectures of the installed SGLang whose class has a method; read, as some cannot be imported on a CPU."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "srt" / "models"
+    files = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
+    classes = re.findall(r"^class (\w+)(?:\(([^)]*)\))?:(.*?)(?=^\S|\Z)", "\n".join(files), re.M | re.S)
+    bases = {name: re.findall(r"\w+", below) for name, below, _ in classes}
+    having = {name for name, _, body in classes if f"def {method}" in body}
+
+    def has(name: str) -> bool:
+        return name in having or any(has(base) for base in bases.get(name, ()) if base != name)
+
+    served = {name for text in files for given in re.findall(r"^EntryClass = (\[[^]]*\]|\w+)", text, re.M)
+              for name in re.findall(r"\w+", given) if not NO_TARGET.search(name)}  # fmt: skip
+    return {name for name in served if has(name) or has(name.removesuffix("ForConditionalGeneration"))}
+
+
+def test_sglangs_models_that_hand_out_hidden_states_are_those_that_we_know() -> None:
+    pytest.importorskip("sglang")
+    found = models_with("set_dflash_layers_to_capture")
+    assert found == CAPTURING
+    assert models_with("set_dspark_layers_to_capture") - found == CAPTURING_FOR_DSPARK
