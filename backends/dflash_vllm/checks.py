@@ -28,12 +28,32 @@ from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import RELEASES
 from .launch_plan import VLLMPlan
 
-CAPTURING = (
-    *("afmoe", "apertus", "cohere2_moe", "deepseek", "gemma4", "gpt_oss", "granite", "k2_horizon", "kimi", "laguna"),
-    *("llama", "mimo_v2", "minicpm", "minimax_m2", "mistral", "muse_glimmer", "nemotron_h", "plamo3", "qwen2", "qwen3"),
-    *("sarvam", "step1"),
+LANGUAGE_MODELS = (
+    *("Afmoe", "Apertus", "Cohere2Moe", "DeepseekV2", "DeepseekV3", "DeepseekV32", "DeepseekV4", "Gemma4", "GlmMoeDsa"),
+    *("GptOss", "Granite", "K2Horizon", "KimiLinear", "Laguna", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
+    *(
+        "MiniCPM",
+        "MiniCPM3",
+        "MiniMaxM2",
+        "Mistral",
+        "MuseGlimmer",
+        "NemotronH",
+        "Plamo3",
+        "Qwen2",
+        "Qwen3",
+        "Qwen3Moe",
+    ),
+    *("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SarvamMLA", "Step1"),
 )
-"""Families (model_type's beginning) whose vLLM model hands out hidden states; the installed vLLM is asked of others."""
+MULTIMODAL = (
+    *("Gemma4", "Glm5Next", "KimiK25", "KimiK3", "Llama4", "MiniMaxM3Sparse", "Mistral3", "MuseGlimmer", "Qwen3VL"),
+    *("Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"),
+)
+CAPTURING = {
+    *(f"{name}ForCausalLM" for name in LANGUAGE_MODELS),
+    *(f"{name}ForConditionalGeneration" for name in MULTIMODAL),
+}
+"""Architectures whose vLLM model hands out hidden states; the installed vLLM is asked about others, which is slow."""
 PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
 RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust, which runs no stat logger
@@ -82,7 +102,7 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
         if plan.deployment.speculation.draft_window is not None:
             yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
         return
-    plug_ins, family = os.environ.get(PLUG_INS_VARIABLE), plan.target.shape.model_type
+    plug_ins = os.environ.get(PLUG_INS_VARIABLE)
     if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that
         what = f"{plug_ins!r} leaves {PLUG_IN} out: drafters would not be loaded strictly, nor their slots counted"
         yield Problem(what, PLUG_INS_VARIABLE, f"add {PLUG_IN}, or unset it")
@@ -90,7 +110,7 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
         what = "vLLM's front-end in Rust runs no stat logger: widths and slots would not be counted"
         yield Problem(what, RUST_VARIABLE, "unset it")
     if captures(plan) is False:
-        what = f"vLLM's model for {family!r} does not hand out hidden states"
+        what = f"vLLM's {plan.target.architecture} does not hand out hidden states"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     width, block = plan.deployment.speculation.width, plan.block_size
     if plan.verifies_whole_blocks and plan.drafter is not None and width not in ("auto", block):
@@ -108,7 +128,7 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
 
 def captures(plan: VLLMPlan) -> bool | None:
     """vLLM's model of the target hands out hidden states; None = unknown, as vLLM or the model cannot be imported."""
-    if plan.target.shape.model_type.startswith(CAPTURING):
+    if plan.target.architecture in CAPTURING:
         return True
     if not RELEASES.supports(RELEASES.installed()):
         return None

@@ -24,6 +24,7 @@ from dflash_serve.backend import Releases
 from dflash_sglang import facts as sglang
 from dflash_sglang.checks import CAPTURING, CAPTURING_FOR_DSPARK
 from dflash_vllm import facts as vllm
+from dflash_vllm.checks import CAPTURING as VLLM_CAPTURING
 from dflash_vllm.drafter_rules import CACHE_ONLY, RAISES_TABLES
 from dflash_vllm.facts import REAL_OFF
 
@@ -300,27 +301,41 @@ def test_a_fault_was_mended_in_the_release_that_the_adapter_names(
 NO_TARGET = re.compile("NextN|MTP|Eagle|Assistant|Bidirectional")  # drafters and embedding models
 
 
-def models_with(method: str) -> set[str]:
-    """Architectures of the installed SGLang whose class has a method; read, as some cannot be imported on a CPU."""
-    spec = find_spec("sglang")
+def models(package: str, folder: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
+    """Text of an engine's files, its classes' bases and their bodies; read, as some cannot be imported on a CPU."""
+    spec = find_spec(package)
     assert spec is not None
     assert spec.origin is not None
-    folder = Path(spec.origin).parent / "srt" / "models"
-    files = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
-    classes = re.findall(r"^class (\w+)(?:\(([^)]*)\))?:(.*?)(?=^\S|\Z)", "\n".join(files), re.M | re.S)
-    bases = {name: re.findall(r"\w+", below) for name, below, _ in classes}
-    having = {name for name, _, body in classes if f"def {method}" in body}
+    files = sorted((Path(spec.origin).parent / folder).rglob("*.py"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    found = re.findall(r"^class (\w+)(?:\(([^)]*)\))?:(.*?)(?=^\S|\Z)", text, re.M | re.S)
+    bases = {name: re.findall(r"\w+", below) for name, below, _ in found}
+    return text, bases, {name: body for name, _, body in found}
 
-    def has(name: str) -> bool:
-        return name in having or any(has(base) for base in bases.get(name, ()) if base != name)
 
-    served = {name for text in files for given in re.findall(r"^EntryClass = (\[[^]]*\]|\w+)", text, re.M)
-              for name in re.findall(r"\w+", given) if not NO_TARGET.search(name)}  # fmt: skip
-    return {name for name in served if has(name) or has(name.removesuffix("ForConditionalGeneration"))}
+def descends(name: str, roots: set[str], bases: dict[str, list[str]]) -> bool:
+    return name in roots or any(descends(base, roots, bases) for base in bases.get(name, ()) if base != name)
+
+
+def sglangs_models_with(method: str) -> set[str]:
+    """Architectures of the installed SGLang whose class, or the one inside a multimodal one, has a method."""
+    text, bases, bodies = models("sglang", "srt/models")
+    having = {name for name, body in bodies.items() if f"def {method}" in body}
+    given = re.findall(r"^EntryClass = (\[[^]]*\]|\w+)", text, re.M)
+    served = {name for entry in given for name in re.findall(r"\w+", entry) if not NO_TARGET.search(name)}
+    inside = {name: name.removesuffix("ForConditionalGeneration") for name in served}
+    return {name for name in served if descends(name, having, bases) or descends(inside[name], having, bases)}
 
 
 def test_sglangs_models_that_hand_out_hidden_states_are_those_that_we_know() -> None:
     pytest.importorskip("sglang")
-    found = models_with("set_dflash_layers_to_capture")
+    found = sglangs_models_with("set_dflash_layers_to_capture")
     assert found == CAPTURING
-    assert models_with("set_dspark_layers_to_capture") - found == CAPTURING_FOR_DSPARK
+    assert sglangs_models_with("set_dspark_layers_to_capture") - found == CAPTURING_FOR_DSPARK
+
+
+def test_vllms_models_that_we_know_hand_out_hidden_states() -> None:
+    pytest.importorskip("vllm")
+    text, bases, _ = models("vllm", "")
+    registered = dict(re.findall(r'"(\w+)": \(\s*"[\w.]+",\s*"(\w+)"', text))
+    assert {name for name in VLLM_CAPTURING if not descends(registered[name], {"SupportsEagle3"}, bases)} == set()

@@ -213,6 +213,7 @@ def test_false_turns_off_what_true_turns_on() -> None:
     [
         ("mamba2", "Mamba2ForCausalLM", False),
         ("llava", "LlavaForConditionalGeneration", True),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", False),
         ("unheard_of", "UnheardOfForCausalLM", False),
     ],
 )
