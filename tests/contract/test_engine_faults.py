@@ -184,6 +184,7 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
 
 PLAIN = "vllm.model_executor.models.qwen3_dflash"
 MARKOV = "vllm.model_executor.models.qwen3_dspark"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
 
 
 def unscaled_rows(_: Patch) -> bool:
@@ -209,7 +210,7 @@ def short_table(_: Patch) -> bool:
 
 
 def drafts_at_width_one(_: Patch) -> bool:
-    drafting = import_module("vllm.v1.worker.gpu.spec_decode.dflash.speculator").DFlashSpeculator.propose
+    drafting = import_module(SPECULATOR).DFlashSpeculator.propose
     return "num_speculative_tokens == 0" not in inspect.getsource(drafting)
 
 
@@ -228,6 +229,14 @@ def sorted_layers(_: Patch) -> bool:
 def one_key_for_causality(_: Patch) -> bool:
     config = Stub(is_causal=True, layer_types=["full_attention", "sliding_attention"])
     return {import_module(PLAIN)._dflash_layer_causal(config, index) for index in (0, 1)} == {True}
+
+
+def causal_by_speculators(_: Patch) -> bool:
+    read: dict[str, Any] = {}
+    update = import_module("vllm.transformers_utils.configs.speculators.algos").update_dflash
+    update({"aux_hidden_state_layer_ids": [2], "mask_token_id": 7, "sliding_window_non_causal": False}, read)
+    config = Stub(layer_types=["full_attention"], **read)
+    return bool(import_module(PLAIN)._dflash_layer_causal(config, 0))
 
 
 def first_runner(_: Patch) -> bool:
@@ -256,6 +265,8 @@ OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "`target_layer_ids` are sorted, and one named twice counts once": sorted_layers,
     "one `is_causal` governs all layers of a drafter": one_key_for_causality,
     "the V1 model runner has no DFlash2, no DSpark and no mixed windows": first_runner,
+    "`sliding_window_non_causal: false` in a speculators file makes every layer causal": causal_by_speculators,
+    "method `dflash` fails with anchor-first slots": lambda _: "sample_from_anchor=True is not" in source(SPECULATOR),
     "every Markov head is read as vanilla": lambda _: "markov_head_type" not in source(MARKOV),
     "a soft-cap of the logits is left out with a Markov head": lambda _: "softcap" not in source(MARKOV),
     "`min_p` and `logit_bias` are refused with speculation": refused_parameters,
