@@ -197,22 +197,35 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
     assert counted(SLOTS_ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, None]
 
 
-@pytest.mark.parametrize("method", ["widths", "observe", "forget"])
-def test_a_policy_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+@pytest.mark.parametrize(
+    "failing",
+    [
+        *("dflash_serve.speculation.width.AutoWidth." + method for method in ("widths", "observe", "forget")),
+        "dflash_vllm.plugin.scheduler.observed",
+        "a request without a length",
+        "statistics without a request",
+    ],
+)
+def test_a_choice_of_widths_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     for _ in range(40):
         step(scheduler)
-    calls = []
+    if failing == "a request without a length":
+        scheduler.running = [SimpleNamespace(request_id="a")]
+    elif failing == "statistics without a request":
 
-    def fail(*_: Any) -> Any:
-        calls.append(method)
-        raise ValueError("a width that no step has")
+        def answer(ours: Any, *_: Any) -> str:
+            ours.make_spec_decoding_stats(None, num_accepted_tokens=1)
+            return "vLLM's answer"
 
-    monkeypatch.setattr(AutoWidth, method, fail)
+        vllms = import_module("vllm.v1.core.sched.scheduler").Scheduler
+        monkeypatch.setattr(vllms, "make_spec_decoding_stats", lambda *_, **__: None)
+        monkeypatch.setattr(vllms, "update_from_output", answer)
+    else:
+        monkeypatch.setattr(failing, lambda *_: 1 / 0)
     step(scheduler)
     assert [step(scheduler) for _ in range(5)] == [7] * 5
-    assert len(calls) == 1
     (failed,) = our_lines(caplog)
     assert "whole blocks are verified from now on" in failed.getMessage()
     assert failed.exc_info is not None
