@@ -21,10 +21,11 @@ pytest.importorskip("vllm")
 OURS = "dflash_vllm.plugin.scheduler.AsyncWidthScheduler"
 
 
-def server(method: str | None, scheduler: object = None) -> Any:
+def server(method: str | None, scheduler: object = None, drafter: str = "DFlashDraftModel") -> Any:
     """What a stat logger reads of vLLM's configuration."""
+    draft = SimpleNamespace(architectures=[drafter])
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method) if method else None,
+        speculative_config=SimpleNamespace(method=method, draft_model_config=draft) if method else None,
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         model_config=SimpleNamespace(served_model_name="m"),
     )
@@ -101,6 +102,25 @@ def test_a_server_that_drafts_otherwise_is_left_alone(method: str | None, caplog
 def test_a_server_of_ours_without_our_classes_does_not_start(ours: Any) -> None:
     with pytest.raises(ValueError, match="the plug-in dflash_serve was not loaded"):
         logger_class()(ours, 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "checked"),
+    [("DFlashDraftModel", True), ("DFlash2DraftModel", True), ("DFlashMuseGlimmerAssistantModel", True),
+     ("DFlashLagunaForCausalLM", False), ("Qwen3DSparkModel", False)],
+)  # fmt: skip
+def test_every_drafter_that_vllm_loads_is_checked_or_the_log_says_that_it_is_not(
+    drafter: str, checked: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_vllm.plugin import register
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    register()
+    assert (ModelRegistry.models[drafter].module_name == "dflash_vllm.plugin.model") is checked
+    logger_class()(server("dflash", drafter=drafter), 0)
+    told = [record.getMessage() for record in our_lines(caplog) if record.name == "dflash_vllm.plugin.metrics"]
+    assert [line.endswith(f"a {drafter} drafter") for line in told] == ([] if checked else [True])
 
 
 def test_our_scheduler_is_known_as_text_and_as_a_class() -> None:
