@@ -124,4 +124,5 @@ def _last_run(config: Any) -> LastRun:
     model, parallel = config.model_config, config.parallel_config
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
+    conditions += [config.speculative_config.enable_adaptive_verification]  # steps of trimmed blocks are shorter
     return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))
