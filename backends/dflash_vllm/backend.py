@@ -208,6 +208,9 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
         if plan.untrimmed is None:
             yield "/metrics counts drafted tokens that vLLM did not verify as rejected; `doctor` needs a fixed width"
         yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
+        width = plan.deployment.speculation.width
+        if not plan.v1_runner and isinstance(width, int) and width < (plan.block_size or 0):
+            yield f"below a whole block vLLM drafts without CUDA graphs; speculation.block_size: {width} has them"
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):
             yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"

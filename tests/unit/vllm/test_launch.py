@@ -307,5 +307,7 @@ def test_a_preview_says_what_is_chosen_and_what_follows(fields: dict[str, Any], 
     assert "our scheduler inside vLLM chooses 1, 2, 4, 8" in chosen["speculation.width"].why
     assert [file.name for file in told.files] == ["draft/config.json", "draft/model.safetensors"]
     assert any("min_p" in note for note in told.notes)
+    narrow = VLLMBackend().preview(deployed(fields, speculation__width=3), tmp_path)
+    assert "below a whole block vLLM drafts without CUDA graphs; speculation.block_size: 3 has them" in narrow.notes
     plain = VLLMBackend().preview(deployed(fields, speculation__width="off"), tmp_path)
     assert (plain.files, plain.notes) == ([], [])
