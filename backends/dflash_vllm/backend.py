@@ -106,6 +106,8 @@ def _speculation(plan: VLLMPlan, folder: Path) -> Iterator[Flag]:
     if plan.has_our_scheduler:
         scheduler = "WidthScheduler" if plan.on_cpu else "AsyncWidthScheduler"
         yield SCHEDULER, f"{SCHEDULERS}.{scheduler}"
+    if plan.graph_sizes is not None:
+        yield "--cudagraph-capture-sizes", *map(str, plan.graph_sizes)
 
 
 def speculative_config(plan: VLLMPlan, draft: Path) -> dict[str, object]:
@@ -125,8 +127,12 @@ def speculative_config(plan: VLLMPlan, draft: Path) -> dict[str, object]:
         # K/V of a context token are of that token alone, where EAGLE's are of the next one, too: vLLM would leave the
         # last block that it has of a prompt unused. DSpark's was not tried.
         config["disable_eagle_block_drop"] = True
+    if plan.untrimmed is None:
+        config["enable_adaptive_verification"] = True
     if plan.widths != (plan.block_size,):
-        schedule = plan.schedule() or every_width(plan.widths, plan.max_batch_size)
+        # Graphs of trimmed blocks are of any width; further rows would only add drafter graphs that are never used.
+        captured = plan.widths if plan.untrimmed else plan.widths[-1:]
+        schedule = plan.schedule() or every_width(captured, plan.max_batch_size)
         config["num_speculative_tokens_per_batch_size"] = schedule
     if not plan.on_cpu:
         # Otherwise a drafter takes over the target's, which may be FP8.
@@ -199,7 +205,12 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
         if captures(plan) is None:
             target = plan.target.shape.model_type
             yield f"not checked: whether vLLM's model for {target!r} hands out hidden states, which a drafter needs"
+        if plan.untrimmed is None:
+            yield "/metrics counts drafted tokens that vLLM did not verify as rejected; `doctor` needs a fixed width"
         yield "requests with min_p or logit_bias are answered by HTTP 400: vLLM has neither with speculation"
+        width = plan.deployment.speculation.width
+        if not plan.v1_runner and isinstance(width, int) and width < (plan.block_size or 0):
+            yield f"below a whole block vLLM drafts without CUDA graphs; speculation.block_size: {width} has them"
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in plan.widths and not plan.on_cpu and (release is None or release < REAL_OFF):
             yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"
@@ -224,12 +235,17 @@ def _speculation_choices(plan: VLLMPlan) -> Iterator[Choice]:
 
 
 def _width(plan: VLLMPlan) -> str:
-    if plan.has_our_scheduler:
-        return f"our scheduler inside vLLM chooses {', '.join(map(str, plan.widths))} at every step"
-    if plan.schedule() is not None:
+    """Who decides, and why."""
+    if plan.widths != (plan.block_size,) and plan.schedule() is not None:
         return "a schedule computed from the costs and the survival that were given"
+    trims = "vLLM's adaptive verification trims drafted blocks"
+    if plan.has_our_scheduler and plan.untrimmed is None:
+        return f"{trims}; our scheduler inside vLLM drafts whole blocks or nothing, which vLLM cannot"
+    if plan.has_our_scheduler:
+        return f"our scheduler inside vLLM chooses {', '.join(map(str, plan.widths))} at every step: {plan.untrimmed}"
     if plan.verifies_whole_blocks and plan.drafter is not None:
-        return f"vLLM's own {plan.drafter.family}: whole blocks, the width never changes"
+        kept = f"vLLM's own {plan.drafter.family}: whole blocks, the width never changes: {plan.untrimmed}"
+        return trims if plan.untrimmed is None else kept
     return "whole blocks" if plan.widths == (plan.block_size,) else "one width in every step"
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import BF16, weight_bytes
@@ -17,6 +21,7 @@ from dflash_serve.deployment import GIB, given_cost, given_survival
 from dflash_serve.server_adapter import LaunchPlan
 
 from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
+from .facts import RELEASES
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
@@ -29,6 +34,12 @@ KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
 H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
 BANDWIDTH, BANDWIDTH_OF_A_CPU = 3.35e12, 5e10  # bytes/s: an H100's, and a guess; too much costs less than too little
+NOT_TRIMMED = {
+    *("enable-lora", "enable-return-routed-experts", "return-sampling-mask"),  # refused beside it (config/vllm.py)
+    *("attention-backend", "attention-config", "compilation-config", "enforce-eager", "optimization-level"),
+}
+"""Arguments beside which vLLM's adaptive verification does not run, or may not."""
+GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +57,39 @@ class VLLMPlan(LaunchPlan):
         return self.drafter is not None and verifies_whole_blocks(self.drafter)
 
     @property
+    def untrimmed(self) -> str | None:
+        """Reason why vLLM's adaptive verification does not trim drafted blocks; None = it does.
+
+        It verifies as many drafted tokens of each request as pay, by its own estimate of acceptance and its own
+        measurement of steps (vllm#52228), and needs attention whose graphs take queries of any lengths.
+        """
+        given, compute = sorted(self.given & NOT_TRIMMED), self.compute or 0
+        theirs = "vLLM's adaptive verification"
+        reasons = (
+            (self.deployment.speculation.width != "auto", "the width is given"),
+            (self.v1_runner, f"vLLM's V1 model runner lacks {theirs}"),
+            (self.target.recurrent, f"{theirs} does not cover recurrent layers (GDN, Mamba)"),
+            (self.target.latent, f"{theirs} does not cover all kernels of latent attention (MLA)"),
+            (not compute, f"{theirs} does not run on all GPUs, and which one serves is not known (hardware.gpu)"),
+            (compute // 10 not in (9, 10), f"{theirs} needs SM90 or SM100, this is SM{compute}"),
+            (given_cost() is not None, "the costs that were given are of whole blocks"),
+            (bool(given), f"{theirs} may not run beside {', '.join(given)}"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
+    @property
+    def compute(self) -> int | None:
+        """Compute capability of the GPU that the deployment names, else of this machine's; 90 = SM90."""
+        if self.on_cpu:
+            return None
+        return self.gpu.compute if self.gpu else _installed_compute()
+
+    @property
     def widths(self) -> tuple[int, ...]:
-        """Every width that a step may have, 1 = no draft. Few, because each gets CUDA graphs of its own."""
+        """Every width that a step may have, 1 = no draft. At most four, because each gets CUDA graphs of its own.
+
+        Each divides the next one, so that graphs of all can have the same rows.
+        """
         if self.block_size is None:
             return ()
         if self.verifies_whole_blocks:
@@ -56,9 +98,27 @@ class VLLMPlan(LaunchPlan):
         if width != "auto":
             assert isinstance(width, int)
             return (width,)
-        most = self.max_batch_size - 1  # one batch size a width: see `every_width`
-        powers = [power for power in (2, 4, 8, 16, 32) if power < self.block_size]
-        return (1, *[*powers, self.block_size][-most:]) if most > 0 else (self.block_size,)
+        if self.untrimmed is None:
+            return (1, self.block_size)
+        most = min(3, self.max_batch_size - 1)  # one batch size a width: see `every_width`
+        widths = [self.block_size]
+        while widths[0] > 1:
+            widths.insert(0, max(width for width in range(1, widths[0]) if widths[0] % width == 0))
+        return (1, *widths[1:][-most:]) if most > 0 else (self.block_size,)
+
+    @property
+    def graph_sizes(self) -> list[int] | None:
+        """Rows for which vLLM is to capture CUDA graphs; None = its own choice.
+
+        A step uses the smallest captured size that holds its rows, if that was captured for its width, else no full
+        graph. So sizes are multiples of every width (vLLM's own are multiples of 8); a full batch has one, too.
+        """
+        own = {"cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager"}
+        *narrow, block = self.widths
+        if self.on_cpu or not narrow or self.untrimmed is None or block.bit_count() == 1 or own & self.given:
+            return None
+        most = min(GRAPH_ROWS_OF_SM100 if (self.compute or 0) // 10 == 10 else GRAPH_ROWS, 2 * self.block_rows)
+        return sorted({*narrow, *range(block, most + 1, block), min(most, self.max_batch_size)})
 
     def schedule(self) -> list[Row] | None:
         """vLLM's table of widths, where costs and a survival were given for an automatic one; None = another kind.
@@ -145,3 +205,13 @@ def every_width(widths: Sequence[int], max_batch_size: int) -> list[Row]:
     rows = [[batch, batch, width - 1] for batch, width in enumerate(sorted(widths, reverse=True), start=1)]
     rows[-1][1] = max_batch_size
     return rows
+
+
+@cache
+def _installed_compute() -> int | None:
+    if not RELEASES.supports(RELEASES.installed()):
+        return None
+    with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
+        platform = import_module("vllm.platforms").current_platform
+        capability = platform.get_device_capability() if platform.is_cuda() else None
+    return capability.to_int() if capability else None

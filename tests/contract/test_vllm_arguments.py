@@ -10,6 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -80,6 +81,8 @@ def deployment(models: dict[str, Path], **changes: Any) -> Deployment:
 def test_vllm_understands_what_we_write(
     models: dict[str, Path], tmp_path: Path, gpu: str | None, precision: str, tensor: int, expert: int
 ) -> None:
+    from vllm.config import SpeculativeConfig
+
     wanted = deployment(
         models,
         precision=precision,
@@ -98,6 +101,8 @@ def test_vllm_understands_what_we_write(
     assert (found.max_num_seqs, found.max_num_queued_reqs) == (256, 256)
     assert found.quantization == ("fp8" if precision == "fp8-online" else None)
     assert found.speculative_config["num_speculative_tokens"] == 7
+    assert found.speculative_config.keys() <= SpeculativeConfig.__dataclass_fields__.keys()
+    assert found.speculative_config.get("enable_adaptive_verification", False) is (gpu is not None)
 
 
 def test_vllms_own_configuration_takes_it(models: dict[str, Path], tmp_path: Path) -> None:
@@ -113,6 +118,60 @@ def test_vllms_own_configuration_takes_it(models: dict[str, Path], tmp_path: Pat
     assert config.scheduler_config.max_num_batched_tokens == 8192 + 16 * 7
     assert spec.draft_model_config.hf_config.is_causal is False
     assert spec.draft_model_config.architectures == ["DFlashDraftModel"]
+
+
+def graphs(argv: tuple[str, ...], trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """vLLM's managers of the target's and the drafter's graphs on an H100, with all that they would capture."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.config.vllm import VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", lambda *_: False)
+    told = engine_args(argv)
+    slots, mode = told.speculative_config["num_speculative_tokens"], CUDAGraphMode.FULL_AND_PIECEWISE
+    schedule = told.speculative_config.get("num_speculative_tokens_per_batch_size")
+    config = Mock(
+        compilation_config=Mock(cudagraph_mode=mode, cudagraph_capture_sizes=told.cudagraph_capture_sizes,
+                                max_cudagraph_capture_size=None, compile_sizes=None),
+        scheduler_config=Mock(max_num_seqs=told.max_num_seqs, max_num_batched_tokens=told.max_num_batched_tokens),
+        speculative_config=Mock(num_speculative_tokens_per_batch_size=schedule),
+        model_config=Mock(enforce_eager=False), num_speculative_tokens=slots, uniform_decode_query_len=slots + 1,
+        update_sizes_for_sequence_parallelism=lambda sizes: sizes,
+    )  # fmt: skip
+    VllmConfig._set_cudagraph_sizes(config)
+    monkeypatch.setattr("vllm.v1.worker.gpu.cudagraph_utils.get_pp_group", Mock)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _: None)
+    target = CudaGraphManager(config, None, mode, slots + 1, varlen_decode=trimmed)
+    target._graphs_captured = True  # so that it looks them up
+    return target, CudaGraphManager(config, None, CUDAGraphMode.FULL_DECODE_ONLY, slots + 1)
+
+
+@pytest.mark.skipif(RELEASES.numbers(version("vllm")) != (0, 33), reason="0.32 chooses other sizes")
+@pytest.mark.parametrize(
+    ("block", "gpu", "captured", "most_drafted"),
+    [(16, "h100", (51, 32), 32), (10, "h100", (53, 41), 50), (8, "h100", (51, 48), 64),
+     (16, None, (166, 166), 256), (10, None, (131, 131), 256), (8, None, (184, 184), 256)],
+)  # fmt: skip
+def test_graphs_are_captured_for_every_width_and_few_others(
+    block: int, gpu: str | None, captured: tuple[int, int], most_drafted: int,
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    drafter = write_paper_drafter(tmp_path / "drafter", block_size=block)
+    wanted = deployment(models, drafter={"model": str(drafter)}, hardware={"gpu": gpu})
+    plan = VLLMBackend().resolve(wanted)
+    target, drafting = graphs(plan.command(tmp_path).argv, gpu is not None, monkeypatch)
+    full = [one._capture_descs[type(one.cudagraph_mode).FULL] for one in (target, drafting)]
+    assert tuple(map(len, full)) == captured
+    assert max(graph.num_reqs for graph in full[1]) == most_drafted
+    without = [
+        (width, requests)
+        for width in plan.widths
+        for requests in range(1, 257)
+        if requests * width <= 512 - 512 % block
+        and target.dispatch(requests, requests * width, width, 0, width).cg_mode.name != "FULL"
+    ]
+    assert without == ([(5, 51)] if (block, gpu) == (10, None) else [])  # a full batch's 256 rows stand between
 
 
 def test_our_schedulers_override_what_is_there() -> None:

@@ -21,10 +21,11 @@ pytest.importorskip("vllm")
 OURS = "dflash_vllm.plugin.scheduler.AsyncWidthScheduler"
 
 
-def server(method: str | None, scheduler: object = None) -> Any:
+def server(method: str | None, scheduler: object = None, drafter: str = "DFlashDraftModel") -> Any:
     """What a stat logger reads of vLLM's configuration."""
+    draft = SimpleNamespace(architectures=[drafter])
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method) if method else None,
+        speculative_config=SimpleNamespace(method=method, draft_model_config=draft) if method else None,
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         model_config=SimpleNamespace(served_model_name="m"),
     )
@@ -101,6 +102,25 @@ def test_a_server_that_drafts_otherwise_is_left_alone(method: str | None, caplog
 def test_a_server_of_ours_without_our_classes_does_not_start(ours: Any) -> None:
     with pytest.raises(ValueError, match="the plug-in dflash_serve was not loaded"):
         logger_class()(ours, 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "checked"),
+    [("DFlashDraftModel", True), ("DFlash2DraftModel", True), ("DFlashMuseGlimmerAssistantModel", True),
+     ("DFlashLagunaForCausalLM", False), ("Qwen3DSparkModel", False)],
+)  # fmt: skip
+def test_every_drafter_that_vllm_loads_is_checked_or_the_log_says_that_it_is_not(
+    drafter: str, checked: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_vllm.plugin import register
+    from vllm import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    register()
+    assert (ModelRegistry.models[drafter].module_name == "dflash_vllm.plugin.model") is checked
+    logger_class()(server("dflash", drafter=drafter), 0)
+    told = [record.getMessage() for record in our_lines(caplog) if record.name == "dflash_vllm.plugin.metrics"]
+    assert [line.endswith(f"a {drafter} drafter") for line in told] == ([] if checked else [True])
 
 
 def test_our_scheduler_is_known_as_text_and_as_a_class() -> None:
@@ -197,22 +217,35 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
     assert counted(SLOTS_ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, None]
 
 
-@pytest.mark.parametrize("method", ["widths", "observe", "forget"])
-def test_a_policy_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+@pytest.mark.parametrize(
+    "failing",
+    [
+        *("dflash_serve.speculation.width.AutoWidth." + method for method in ("widths", "observe", "forget")),
+        "dflash_vllm.plugin.scheduler.observed",
+        "a request without a length",
+        "statistics without a request",
+    ],
+)
+def test_a_choice_of_widths_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     for _ in range(40):
         step(scheduler)
-    calls = []
+    if failing == "a request without a length":
+        scheduler.running = [SimpleNamespace(request_id="a")]
+    elif failing == "statistics without a request":
 
-    def fail(*_: Any) -> Any:
-        calls.append(method)
-        raise ValueError("a width that no step has")
+        def answer(ours: Any, *_: Any) -> str:
+            ours.make_spec_decoding_stats(None, num_accepted_tokens=1)
+            return "vLLM's answer"
 
-    monkeypatch.setattr(AutoWidth, method, fail)
+        vllms = import_module("vllm.v1.core.sched.scheduler").Scheduler
+        monkeypatch.setattr(vllms, "make_spec_decoding_stats", lambda *_, **__: None)
+        monkeypatch.setattr(vllms, "update_from_output", answer)
+    else:
+        monkeypatch.setattr(failing, lambda *_: 1 / 0)
     step(scheduler)
     assert [step(scheduler) for _ in range(5)] == [7] * 5
-    assert len(calls) == 1
     (failed,) = our_lines(caplog)
     assert "whole blocks are verified from now on" in failed.getMessage()
     assert failed.exc_info is not None

@@ -13,8 +13,13 @@ from typing import Any
 from dflash_vllm.facts import RELEASES
 
 logger = logging.getLogger(__name__)
-STRICT = {"DFlashDraftModel": "StrictDFlash", "DFlash2DraftModel": "StrictDFlash2"}
-"""Architectures of drafters -> our classes."""
+STRICT = {
+    "DFlashDraftModel": "StrictDFlash",
+    "DFlashMuseGlimmerAssistantModel": "StrictDFlash",
+    "MuseGlimmerAssistantModel": "StrictDFlash",
+    "DFlash2DraftModel": "StrictDFlash2",
+}
+"""Architectures of drafters -> our classes. Muse Glimmer's are plain ones to vLLM, too."""
 METHODS = ("dflash", "dspark")  # vLLM's methods for drafters that we know
 
 
@@ -37,6 +42,14 @@ def is_ours(vllm_config: Any) -> bool:
     if not RELEASES.supports(RELEASES.installed()) or asked is None:
         return False
     return asked.method in METHODS or f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
+
+
+def unchecked(vllm_config: Any) -> str | None:
+    """The architecture of a DFlash or DSpark drafter that vLLM loads by a class of its own; None = ours, or no such."""
+    asked = vllm_config.speculative_config
+    if asked.method not in METHODS:
+        return None
+    return next((name for name in asked.draft_model_config.architectures if name not in STRICT), None)
 
 
 def proof() -> None:

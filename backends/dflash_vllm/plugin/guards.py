@@ -9,17 +9,13 @@ from typing import Any
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.checkpoint.tensors import FUSED, plain_only
+from dflash_serve.checkpoint.tensors import parts_of, plain_only
 from dflash_serve.errors import Problem, UserError
 from dflash_vllm.drafter_rules import drafter_problems
 
 logger = logging.getLogger(__name__)
 EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
-STACKED = {part: whole for whole, parts in FUSED.items() for part in parts}
-"""Tensors of a checkpoint -> the parameter whose rows they become."""
-ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
-"""Other names that vLLM knows for a tensor (`DFlashQwen3Model.hf_to_vllm_mapper`)."""
-OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "draft_id_to_target_id")
+OF_THE_TARGET = ("embed_tokens", "lm_head", "mask_embedding", "d2t")
 """Parts of the names of parameters that a checkpoint need not fill."""
 SKIPPED = ("t2d", "d2t", "rotary_emb.")  # parts of the names of tensors that no parameter of the drafter takes
 
@@ -73,24 +69,13 @@ def reading_problems(model: Any, vllm_config: Any) -> Iterator[Problem]:
 
 def tensor_problems(names: Iterable[str], parameters: Collection[str]) -> Iterator[Problem]:
     """Tensors that no parameter takes, and parameters that no tensor fills."""
-    unknown, missing = account(names, parameters)
+    taken = (name.replace("midlayer.", "layers.0.") for name in names if not any(part in name for part in SKIPPED))
+    found = {part for name in taken for part in parts_of(name)}
+    wanted = {part for name in parameters for part in parts_of(name)}
+    unknown = sorted(found - wanted)
+    missing = sorted(name for name in wanted - found if not any(part in name for part in OF_THE_TARGET))
     parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
     parts += [f"missing: {', '.join(missing)}"] if missing else []
     if parts:
         do = "`dflash-serve inspect` on the drafter's folder says more"
         yield Problem(f"the drafter does not fit its config.json: {'; '.join(parts)}", do=do)
-
-
-def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
-    """Unknown tensors and missing ones, both by the checkpoint's names."""
-    found, wanted = set(), set()
-    for name in names:
-        if not any(part in name for part in SKIPPED):
-            name = name.removeprefix("model.")
-            found.add(next((name.replace(old, new) for old, new in ALIASES.items() if old in name), name))
-    for name in parameters:
-        name = name.removeprefix("model.")
-        parts = [name.replace(whole, part) for part, whole in STACKED.items() if f".{whole}." in name]
-        wanted.update(parts or [name])
-    missing = {name for name in wanted - found if not any(part in name for part in OF_THE_TARGET)}
-    return sorted(found - wanted), sorted(missing)

@@ -7,6 +7,7 @@ policy fails, whole blocks are drafted from then on.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm
 from dflash_serve.last_run import LastRun
-from dflash_serve.speculation.policy import GuardedPolicy
 from dflash_vllm.facts import GUESSED_COSTS
 
 from . import proof
 from .widths import observed, width_policy
+
+logger = logging.getLogger(__name__)
 
 
 class _Lookup:
@@ -57,18 +59,36 @@ class _FollowsLoad:
             other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
-        policy = width_policy(host.num_spec_tokens + 1, wide, _last_run(host.vllm_config))
-        self.widths = GuardedPolicy(policy, max(wide, default=1))
+        self.widths = width_policy(host.num_spec_tokens + 1, wide, _last_run(host.vllm_config))
+        self._has_failed, self._whole_block = False, max(wide, default=1) - 1
         self._context_tokens = 0
-        self._accepted: dict[str, int] = {}
+        self._verified: list[dict[str, Any]] = []  # Arguments of `make_spec_decoding_stats` in this step
         self._begun: float | None = None  # Time of the last result, or of the scheduling after an idle time
         host.dynamic_sd_lookup = _Lookup(self.drafted_tokens)
 
     def drafted_tokens(self) -> int:
         """Tokens that this step drafts for each request."""
+        return self._guarded(self._choose)
+
+    def _guarded(self, ask: Callable[[], int | None]) -> int:
+        """The answer, or a whole block from the first failure on: an error in a scheduler would end all requests."""
+        try:
+            return self._whole_block if self._has_failed else ask() or 0
+        except Exception:
+            logger.exception("dflash-serve: the choice of widths failed; whole blocks are verified from now on")
+            self._has_failed = True
+            return self._whole_block
+
+    def _choose(self) -> int:
         self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         ids = [request.request_id for request in self.running]
         return max(self.widths.widths(ids, self._context_tokens), default=1) - 1
+
+    def _learn(self, scheduler_output: Any, seconds: float | None) -> None:
+        accepted = {one["request_id"]: one["num_accepted_tokens"] for one in self._verified}
+        self.widths.observe(observed(scheduler_output, accepted, seconds, self._context_tokens))
+        for request_id in scheduler_output.finished_req_ids:
+            self.widths.forget(request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._begun = self._begun or perf_counter()
@@ -76,17 +96,15 @@ class _FollowsLoad:
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """Called for every request whose drafted tokens were verified."""
-        self._accepted[kwargs["request_id"]] = kwargs["num_accepted_tokens"]
+        self._verified.append(kwargs)
         return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        now, self._accepted = perf_counter(), {}
+        now, self._verified = perf_counter(), []
         seconds = None if self._begun is None else now - self._begun
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self._begun = now if self.running else None
-        self.widths.observe(observed(scheduler_output, self._accepted, seconds, self._context_tokens))
-        for request_id in scheduler_output.finished_req_ids:
-            self.widths.forget(request_id)
+        self._guarded(lambda: self._learn(scheduler_output, seconds))
         return outputs
 
 
@@ -106,4 +124,5 @@ def _last_run(config: Any) -> LastRun:
     model, parallel = config.model_config, config.parallel_config
     conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
+    conditions += [config.speculative_config.enable_adaptive_verification]  # steps of trimmed blocks are shorter
     return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Hardware
 from dflash_vllm import VLLMBackend
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from tests.support.heads import HEADS
@@ -67,6 +67,10 @@ def test_method_form_and_width_follow_the_heads_and_the_drafter_stays_the_same(
     assert (told["method"], told["num_speculative_tokens"]) == (method, 7), "B - 1, whatever the slots"
     assert ("num_speculative_tokens_per_batch_size" not in told) is whole
     assert ("--scheduler-cls" not in argv) is whole
+    trimmed = VLLMBackend().resolve(deployment.model_copy(update={"hardware": Hardware(gpu="h100")})).command(folder)
+    told = json.loads(dict(pairwise(trimmed.argv))["--speculative-config"])
+    assert told["enable_adaptive_verification"] is True
+    assert ("num_speculative_tokens_per_batch_size" not in told) is whole
     choice = {choice.key: choice for choice in launch.preview(folder).choices}["speculation.width"]
     assert (choice.value == "8") is whole
     assert ("whole blocks, the width never changes" in choice.why) is whole

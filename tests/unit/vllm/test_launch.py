@@ -218,13 +218,52 @@ def test_the_speculative_configuration_is_exact_and_inherits_no_keys_and_values(
         ("auto", 2, [[1, 1, 7], [2, 2, 0]]),
         ("auto", 1, None),
     ],
-)
+)  # without adaptive verification, because no GPU is named
 def test_auto_lists_every_width_because_graphs_are_captured_of_those(
     width: object, batch: int, schedule: object, fields: dict[str, Any]
 ) -> None:
     limited: dict[str, Any] = {"speculation__width": width, "limits__max_batch_size": batch}
     assert speculative(fields, **limited).get("num_speculative_tokens_per_batch_size") == schedule
     assert ("--scheduler-cls" in flags(fields, **limited)) is (width == "auto" and batch > 1)
+
+
+LATENT: dict[str, object] = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("more", "target", "reason"),
+    [
+        ({}, {}, None),
+        ({"hardware__gpu": "b300", "limits__max_batch_size": 1}, {}, None),
+        ({"hardware__gpu": "none"}, {}, "V1 model runner"),
+        ({"hardware__gpu": None}, {}, "which one serves is not known"),
+        ({"engine_args__vllm": {"enable_lora": True}}, {}, "may not run beside enable-lora"),
+        ({}, {"layer_types": ["linear_attention", "full_attention"] * 4}, "recurrent layers"),
+        ({}, LATENT, "latent attention"),
+    ],
+)
+def test_auto_lets_vllm_trim_drafted_blocks_where_it_can_and_says_who_decides(
+    more: dict[str, Any], target: dict[str, Any], reason: str | None, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    fields |= {"target": {"model": str(write_paper_target(tmp_path / "other", **target))}, "hardware": {"gpu": "h100"}}
+    config, batch = speculative(fields, **more), more.get("limits__max_batch_size", 256)
+    assert config.get("enable_adaptive_verification", False) is (reason is None)
+    assert len(config["num_speculative_tokens_per_batch_size"]) == (4 if reason else 1)
+    assert reason or config["num_speculative_tokens_per_batch_size"] == [[1, batch, 7]]
+    assert "--scheduler-cls" in flags(fields, **more), "vLLM cannot stop drafting, our scheduler can"
+    told = VLLMBackend().preview(deployed(fields, **more), tmp_path)
+    (chosen,) = (choice for choice in told.choices if choice.key == "speculation.width")
+    assert (reason or "vLLM's adaptive verification trims drafted blocks; our scheduler") in chosen.why
+    assert any("counts drafted tokens that vLLM did not verify" in note for note in told.notes) is (reason is None)
+
+
+def test_costs_of_whole_blocks_keep_vllm_from_trimming(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cost.json").write_text(FLAT_THEN_STEEP.model_dump_json())
+    monkeypatch.setenv(COST_TABLE, str(tmp_path / "cost.json"))
+    assert "enable_adaptive_verification" not in speculative(fields, hardware__gpu="h100")
+    assert "enable_adaptive_verification" not in speculative(fields, hardware__gpu="h100", speculation__width=8)
 
 
 def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any]) -> None:
@@ -268,5 +307,7 @@ def test_a_preview_says_what_is_chosen_and_what_follows(fields: dict[str, Any], 
     assert "our scheduler inside vLLM chooses 1, 2, 4, 8" in chosen["speculation.width"].why
     assert [file.name for file in told.files] == ["draft/config.json", "draft/model.safetensors"]
     assert any("min_p" in note for note in told.notes)
+    narrow = VLLMBackend().preview(deployed(fields, speculation__width=3), tmp_path)
+    assert "below a whole block vLLM drafts without CUDA graphs; speculation.block_size: 3 has them" in narrow.notes
     plain = VLLMBackend().preview(deployed(fields, speculation__width="off"), tmp_path)
     assert (plain.files, plain.notes) == ([], [])
