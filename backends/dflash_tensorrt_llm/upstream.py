@@ -51,9 +51,12 @@ class Release:
 OLDEST = Release(1, 3, 22)  # the first in which DFlash follows draft_len_schedule (#12262)
 TRTLLM_ATTENTION = Release(1, 3, 25)  # #16914, which brought the key `attention_backend` itself
 FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
-# Drafters from outside (#18043, #18284); with TRTLLM attention the context in the K/V pool (#18343); `use_swa`
-# (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (reference page of 1.4.0rc1).
+# Drafters from outside, and DSpark drafters in folders of their own (#18043, #18284); with TRTLLM attention the context
+# in the K/V pool (#18343); `use_swa` (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (page of 1.4.0rc1).
 FROM_1_4 = Release(1, 4, 0)
+DFLASH2 = Release(
+    1, 4
+)  # #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it
 NEWEST = Release(1, 4)  # the newest whose sources were read
 NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
 
@@ -72,21 +75,46 @@ made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeli
 @047098b). Others were not read, and are not refused."""
 
 
-class DFlashDecodingConfig(Frozen):
-    """`speculative_config` with decoding_type DFlash. `max_draft_len` is K = B - 1: the anchor does not count."""
+class BlockDecodingConfig(Frozen):
+    """Keys that both kinds of `speculative_config` have. `max_draft_len` is K = B - 1: the anchor does not count."""
 
-    decoding_type: Literal["DFlash"] = "DFlash"
+    decoding_type: str
     max_draft_len: PositiveInt
     speculative_model: str
     mask_token_id: NonNegativeInt | None = None
     target_layer_ids: tuple[NonNegativeInt, ...] | None = None
-    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
-    max_concurrency: PositiveInt | None = None
-    draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
+    attention_backend: str = "VANILLA"
     acceptance_rate_window_size: NonNegativeInt | None = None
     acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     use_rejection_sampling: bool = False
     enable_penalty: bool = False
+
+
+class DSparkDecodingConfig(BlockDecodingConfig):
+    """`speculative_config` with decoding_type DSpark.
+
+    Upstream compares `block_size`, or else the drafter's own, with `max_draft_len` (llm_args.py @0004396). Its worker
+    was never read with a schedule of draft lengths, so the key is left out here.
+    """
+
+    decoding_type: Literal["DSpark"] = "DSpark"
+    attention_backend: Literal["AUTO", "VANILLA", "TRTLLM", "CUTEDSL"] = "AUTO"
+    block_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _drafts_whole_blocks(self) -> DSparkDecodingConfig:
+        if self.block_size != self.max_draft_len:
+            raise ValueError(f"block_size must be max_draft_len {self.max_draft_len}")
+        return self
+
+
+class DFlashDecodingConfig(BlockDecodingConfig):
+    """`speculative_config` with decoding_type DFlash; upstream finds DFlash2 by the drafter's own config.json."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
+    max_concurrency: PositiveInt | None = None
+    draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
     context_recompute_tail: NonNegativeInt | None = None  # prompt tokens that a prefix hit computes again
     skip_ctx_buffer_budget_check: bool | None = None
 
@@ -163,14 +191,16 @@ class LlmArgs(Frozen):
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
     moe_config: MoeConfig = MoeConfig()
-    speculative_config: DFlashDecodingConfig | None = None
+    speculative_config: (
+        Annotated[DFlashDecodingConfig | DSparkDecodingConfig, Field(discriminator="decoding_type")] | None
+    ) = None
 
     @model_validator(mode="after")
     def _speculates_soundly(self) -> LlmArgs:
         if self.speculative_config is None:
             return self
         if self.max_beam_width > 1:
-            raise ValueError("DFlash does not run with beam search")
+            raise ValueError(f"{self.speculative_config.decoding_type} does not run with beam search")
         if self.speculative_config.use_rejection_sampling and self.guided_decoding_backend is not None:
             raise ValueError("use_rejection_sampling and guided decoding exclude each other")
         return self

@@ -67,7 +67,7 @@ def test_every_key_that_we_write_is_one_that_we_claim(deployment: Deployment) ->
 
 
 REFUSED_VALUES: dict[str, dict[str, Any]] = {
-    "unknown key": {"speculative_config": {"block_size": 8}},
+    "unknown key": {"speculative_config": {"eagle_choices": 8}},
     "exclude each other": {"speculative_config": {"max_concurrency": 8, "draft_len_schedule": {8: 3}}},
     "must begin with": {"speculative_config": {"draft_len_schedule": {4: 2, 8: 3}}},
     "goes beyond": {"speculative_config": {"draft_len_schedule": {4: 3, 8: 7}}},
