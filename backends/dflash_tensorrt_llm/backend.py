@@ -26,10 +26,11 @@ from .engine_arguments import HARMONY, config_fields, merged, named_parsers, ser
 from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, is_dspark, starving_from
 from .plugin import BUILT
-from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release
+from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release, installed_verdict
 
 CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
 """Names of the configuration and of the package that registers our drafter, below the prepared folder."""
+CORRECT = "correct engine_args.tensorrt-llm; report it if nothing is wrong there"
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
 
 from dflash_tensorrt_llm.plugin import register
@@ -64,13 +65,19 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
     fields = merged(fields, config_fields(plan.engine_args))
+    where = f"configuration for TensorRT-LLM {plan.release}"
+    refusal = installed_verdict(plan.release, {"model": target.model, **fields})
+    if refusal:
+        raise UserError(refusal, where=f"{where}, which is installed", do=CORRECT)
+    if refusal is not None:
+        return fields
     # Of all methods of speculation, DFlash and DSpark alone are mirrored.
     mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
     ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
         known = LlmArgs.model_validate(ours).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
+        raise UserError(describe(error), where=where, do=CORRECT) from None
     return {**known, **{name: value for name, value in fields.items() if name not in known}}
 
 
@@ -192,7 +199,13 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
 
     def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
         """Problems of a plan, in the order in which a user would fix them."""
-        return problems(plan)
+        if found := problems(plan):
+            return found
+        try:
+            configuration(plan, Path(DRAFT))
+        except UserError as error:
+            return [error.problem()]
+        return []
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
         """z-lab's dialect, or DeepSpec's."""

@@ -1,24 +1,31 @@
 """TensorRT-LLM's releases, and a mirror of the part of its configuration that we write.
 
 Names, defaults and rules of the configuration: `tensorrt_llm/llmapi/llm_args.py` @0004396 (1.3) and the reference pages
-of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these.
+of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these. Where the release is installed, its
+own models are asked instead.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from dflash_serve.common.settings import Frozen
+from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError
 
 NEUTRAL = "dflash_serve.json"
 """Our description of the drafter, beside its config.json: z-lab's dialect cannot say everything our plug-in reads."""
 FINAL = 10_000  # comes after all candidates
+ANSWER = "dflash-serve: verdict "  # begins the line of a process that asked the installed LlmArgs
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +74,36 @@ def installed_release() -> Release:
         return Release.parse(version("tensorrt_llm"))
     except PackageNotFoundError:
         return NEWEST
+
+
+def installed_verdict(release: Release, fields: Mapping[str, object]) -> str | None:
+    """Answer of the installed LlmArgs to `fields`: "" = accepted, else its reason for refusing them.
+
+    None = it was not asked: another release is installed, or none, or it cannot be imported here. A process of its own
+    asks it, because its import starts MPI.
+    """
+    try:
+        if Release.parse(version("tensorrt_llm")) != release:
+            return None
+    except PackageNotFoundError:
+        return None
+    command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
+    done = subprocess.run(command, input=json.dumps(fields), capture_output=True, text=True, check=False)  # noqa: S603
+    found = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    return str(json.loads(found[-1])) if found else None
+
+
+def answer() -> None:
+    """Prints the installed LlmArgs' verdict on the JSON on stdin, in the process that `installed_verdict` starts."""
+    upstream = import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+    try:
+        upstream.model_validate(json.load(sys.stdin))
+    except ValidationError as error:
+        print(ANSWER + json.dumps(describe(error)))
+    except (ValueError, AssertionError) as error:
+        print(ANSWER + json.dumps(f"{error}"))
+    else:
+        print(ANSWER + json.dumps(""))
 
 
 WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
