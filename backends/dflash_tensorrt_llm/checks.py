@@ -124,8 +124,9 @@ def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
         yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
     if gpu is not None and not gpu.is_blackwell:
-        for where, value in (("target.quantization", quantization), ("kv_cache.dtype", plan.deployment.kv_cache.dtype)):
-            if value == "nvfp4":
+        kv = plan.deployment.kv_cache.dtype
+        for where, formats in (("target.quantization", (quantization, native)), ("kv_cache.dtype", (kv,))):
+            if "nvfp4" in formats:
                 what = f"NVFP4 arithmetic needs Blackwell, {gpu.name} is SM{gpu.compute}"
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
