@@ -39,7 +39,8 @@ def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True
     seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
     deployment = {"target": {"model": "bundled"}, "drafter": {"model": "bundled"}, "hardware": {"gpu": gpu}}
     recipe = Recipe.model_validate({"deployment": deployment, "build": {"drafter": [format]}})
-    (path,) = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
+    published, path = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
+    assert (published.name, load_deployment(published).drafter) == ("serve-bf16.yaml", recipe.deployment.drafter)
     return path
 
 

@@ -23,18 +23,20 @@ from tests.unit.tensorrt_llm.published_targets import TARGETS
 GOLDEN = Path(__file__).parent / "golden" / "recipes.txt"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "smollm2")  # that one is for a CPU
 RELEASES = ["1.3.0rc27", "1.4"]
+SERVED = [(name, release) for name in NAMES for release in RELEASES if release == "1.4" or "-d" not in name]
+"""DSpark and DFlash2 came with 1.4."""
 pytestmark = pytest.mark.usefixtures("hub")
 
 
 def test_there_is_a_recipe_for_every_promised_machine() -> None:
     assert set(NAMES) >= {
         "gpt-oss-120b-b300", "gpt-oss-120b-b200", "qwen3-8b-b200", "qwen3-8b-h200", "llama-3.1-8b-b200",
-        "llama-3.1-8b-h200", "qwen3-coder-30b-a3b-b200", "kimi-k2.5-b300",
+        "llama-3.1-8b-h200", "qwen3-coder-30b-a3b-b200", "kimi-k2.5-b300", "kimi-k2.5-b200",
+        "qwen3.5-27b-b200", "qwen3-8b-dspark-b200", "qwen3.8-27b-dflash2-b200",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "release"), SERVED)
 def test_every_value_of_a_recipes_configuration_is_one_that_its_release_takes(
     name: str, release: str, recipe: Callable[[str], Deployment]
 ) -> None:
