@@ -323,6 +323,8 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         limits = plan.deployment.limits
         if limits.max_queued_requests and "max_queued_requests" not in limits.model_fields_set:
             yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
+        if plan.attention_backend == "VANILLA":  # speculative/dflash_attention.py @0352547 raises without it
+            yield "the drafter's attention needs the package flash-attn beside TensorRT-LLM"
         if plan.needs_plug_in:
             yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
         yield "acceptance by slot is in its metrics; the width of a step is not"

@@ -159,8 +159,10 @@ def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, writt
     ],
 )  # fmt: skip
 def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
-    """Before #16914 the key itself is unknown, and every release would refuse it."""
+    """Before #16914 the key itself is unknown, and every release would refuse it. VANILLA is flash-attn's."""
     deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
+    notes = " ".join(backend(release).preview(deployment, tmp_path / "out").notes)
+    assert ("flash-attn" in notes) == (kernels in (None, "VANILLA"))
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
 
 
