@@ -256,8 +256,8 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
         length = deployment.limits.max_model_len
         measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
-        about = "of every drafter, against bf16"
-        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+        about = "of every drafter, against bf16; weights and activations are quantised"
+        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 4, about)
 
 
 def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
