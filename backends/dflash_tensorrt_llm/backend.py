@@ -24,12 +24,13 @@ from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, 
 from .checks import problems, unserved_heads
 from .engine_arguments import HARMONY, config_fields, merged, named_parsers, serving_options
 from .facts import FACTS
-from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, starving_from
+from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, is_dspark, starving_from
 from .plugin import BUILT
-from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release
+from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release, installed_verdict
 
 CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
 """Names of the configuration and of the package that registers our drafter, below the prepared folder."""
+CORRECT = "correct engine_args.tensorrt-llm; report it if nothing is wrong there"
 REGISTERING = '''"""Written by `dflash-serve`: registers its drafter with TensorRT-LLM wherever this is imported."""
 
 from dflash_tensorrt_llm.plugin import register
@@ -64,13 +65,19 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
     fields = merged(fields, config_fields(plan.engine_args))
-    # Of all methods of speculation, DFlash alone is mirrored.
+    where = f"configuration for TensorRT-LLM {plan.release}"
+    refusal = installed_verdict(plan.release, {"model": target.model, **fields})
+    if refusal:
+        raise UserError(refusal, where=f"{where}, which is installed", do=CORRECT)
+    if refusal is not None:
+        return fields
+    # Of all methods of speculation, DFlash and DSpark alone are mirrored.
     mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
     ours = {name: value for name, value in fields.items() if name in mirrored}
     try:
         known = LlmArgs.model_validate(ours).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise UserError(describe(error), where=f"configuration for TensorRT-LLM {plan.release}") from None
+        raise UserError(describe(error), where=where, do=CORRECT) from None
     return {**known, **{name: value for name, value in fields.items() if name not in known}}
 
 
@@ -101,13 +108,15 @@ def _kv_cache(plan: TensorRTLLMPlan) -> dict[str, object]:
 
 
 def _speculative(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
-    """DFlash with the drafter in that folder; K = B - 1, for upstream does not count the anchor."""
+    """DFlash or DSpark with the drafter in that folder; K = B - 1, for upstream does not count the anchor."""
     config, lengths = plan.drafter, plan.draft_lengths()
     assert config is not None
+    most = max(lengths.values()) if lengths else plan.block_size - 1
     return {
-        "decoding_type": "DFlash",
-        "max_draft_len": max(lengths.values()) if lengths else plan.block_size - 1,
+        "decoding_type": plan.decoding_type,
+        "max_draft_len": most,
         **({"draft_len_schedule": lengths} if lengths else {}),
+        **({"block_size": most} if plan.decoding_type == "DSpark" else {}),
         "speculative_model": str(drafter),
         # Upstream finds these itself only in a local folder; said here, nothing depends on it.
         **({} if config.mask_token_id is None else {"mask_token_id": config.mask_token_id}),
@@ -118,15 +127,27 @@ def _speculative(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     }
 
 
+def _dialect(heads: Heads) -> str:
+    return "deepspec" if is_dspark(heads) else "zlab"
+
+
 def draft_config(plan: TensorRTLLMPlan, checkpoint: Checkpoint) -> dict[str, object]:
-    """The draft folder's config.json: z-lab's dialect, with windows and quantisation in TensorRT-LLM's own words."""
+    """The draft folder's config.json, with windows and quantisation in TensorRT-LLM's own words.
+
+    z-lab's dialect; for DSpark DeepSpec's, whose keys upstream reads at top level (`resolve_dspark_head_config`,
+    modeling_dflash.py), with `shift_label` for the slots.
+    """
     config = plan.drafter
     assert config is not None
     if plan.beyond_upstream:  # our drafter reads `NEUTRAL`, for z-lab's dialect cannot mix windows of both kinds
         layers = tuple(kind.model_copy(update={"causal": kind.window is not None}) for kind in config.layers)
         config = config.model_copy(update={"layers": layers})
-    fields = DIALECTS["zlab"].write(config, None)
-    if has_two_sided_windows(config):  # 1.4 calls them `use_swa`, and wants no `sliding_window`
+    fields = DIALECTS[_dialect(config)].write(config, None)
+    if is_dspark(config):
+        slots: dict[str, object] = {"shift_label": config.slots == "anchor-first"}
+        fields["dflash_config"] = slots | {key: fields[key] for key in ("mask_token_id", "target_layer_ids")}
+    if has_two_sided_windows(config) and config.selector is None:
+        # 1.4 calls them `use_swa`, and wants no `sliding_window`; of a DFlash2 drafter it reads `is_causal`.
         dflash, windows = fields["dflash_config"], [kind.window for kind in config.layers if kind.window is not None]
         assert isinstance(dflash, dict)
         fields["dflash_config"] = {**dflash, "use_swa": True, "swa_window_size": windows[0]}
@@ -148,15 +169,21 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     name = "tensorrt-llm"
     facts = FACTS
     releases = f"{OLDEST} to {NEWEST}"
+    untried = ("DFlash2", "DSpark")
     drafting_arguments = ("speculative_config",)
     plan = TensorRTLLMPlan
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
 
+    @property
+    def release(self) -> Release:
+        """The release that it writes for."""
+        return self._release or installed_release()
+
     def head_problems(self, heads: Heads) -> list[Problem]:
         """Reasons why the engine does not serve such a drafter."""
-        return list(unserved_heads(heads))
+        return list(unserved_heads(heads, self.release))
 
     def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
         """The plan of a deployment; the drafter's feature layers ascend, which is how TensorRT-LLM captures them.
@@ -164,7 +191,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         Raises:
             UserError: the target or drafter cannot be found or read at all.
         """
-        plan = replace(super().resolve(deployment), release=self._release or installed_release())
+        plan = replace(super().resolve(deployment), release=self.release)
         if plan.drafter is None:
             return plan
         ascending = {"target_layer_ids": tuple(sorted(plan.drafter.target_layer_ids))}
@@ -172,11 +199,17 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
 
     def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
         """Problems of a plan, in the order in which a user would fix them."""
-        return problems(plan)
+        if found := problems(plan):
+            return found
+        try:
+            configuration(plan, Path(DRAFT))
+        except UserError as error:
+            return [error.problem()]
+        return []
 
     def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
-        """z-lab's dialect."""
-        return DraftForm("zlab", "z-lab's dialect")
+        """z-lab's dialect, or DeepSpec's."""
+        return DraftForm(_dialect(drafter), f"{'DeepSpec' if is_dspark(drafter) else 'z-lab'}'s dialect")
 
     def own_files(self, plan: TensorRTLLMPlan, folder: Path) -> Iterator[PreparedFile]:
         """config.yaml and, where the built-in drafter would not do, the package that registers ours.
@@ -193,10 +226,11 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
     def draft_files(self, plan: TensorRTLLMPlan) -> Iterator[PreparedFile]:
         """Files of the drafter."""
         checkpoint = plan.checkpoint
-        if plan.drafter is None or checkpoint is None or any(unserved_heads(plan.drafter)):
+        if plan.drafter is None or checkpoint is None or any(unserved_heads(plan.drafter, plan.release)):
             return
+        form = self.draft_form(plan.drafter, plan.deployment.target.model)
         text = json.dumps(draft_config(plan, checkpoint), indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", "the drafter's description in z-lab's dialect", text)
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
         text = plan.drafter.model_dump_json(indent=2) + "\n"
         yield PreparedFile(f"{DRAFT}/{NEUTRAL}", "the same for our plug-in", text)
         if (checkpoint.folder / QUANT_CONFIG).is_file():
@@ -289,6 +323,8 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         limits = plan.deployment.limits
         if limits.max_queued_requests and "max_queued_requests" not in limits.model_fields_set:
             yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
+        if plan.attention_backend == "VANILLA":  # speculative/dflash_attention.py @0352547 raises without it
+            yield "the drafter's attention needs the package flash-attn beside TensorRT-LLM"
         if plan.needs_plug_in:
             yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
         yield "acceptance by slot is in its metrics; the width of a step is not"

@@ -17,8 +17,8 @@ from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import argument_problems, serving_problems
-from .launch_plan import PAGE, TensorRTLLMPlan
-from .upstream import FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER
+from .launch_plan import PAGE, TensorRTLLMPlan, is_dspark
+from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
@@ -124,8 +124,9 @@ def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
         yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
     if gpu is not None and not gpu.is_blackwell:
-        for where, value in (("target.quantization", quantization), ("kv_cache.dtype", plan.deployment.kv_cache.dtype)):
-            if value == "nvfp4":
+        kv = plan.deployment.kv_cache.dtype
+        for where, formats in (("target.quantization", (quantization, native)), ("kv_cache.dtype", (kv,))):
+            if "nvfp4" in formats:
                 what = f"NVFP4 arithmetic needs Blackwell, {gpu.name} is SM{gpu.compute}"
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
@@ -137,15 +138,20 @@ def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "role", "serve whole, or set speculation.width: off")
 
 
-def unserved_heads(heads: Heads) -> Iterator[Problem]:
-    """Heads that neither TensorRT-LLM's drafter nor ours runs.
-
-    1.4.0rc1 has DSpark (`DSparkDecodingConfig`) and main has DFlash2 (#18155), which this adapter does not write. No
-    release has d2t.
-    """
-    if heads.family != "DFlash" or heads.convolution is not None or heads.slots != "fill-in":
-        what = f"{heads.family} with {heads.words}: on TensorRT-LLM only plain DFlash is supported"
-        yield Problem(what, "drafter", "use --backend torch or sglang")
+def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
+    """Heads that a release of TensorRT-LLM does not run; no release has d2t."""
+    other = "use --backend torch or sglang"
+    if is_dspark(heads) and release < FROM_1_4:
+        what = f"{heads.words}: TensorRT-LLM {release} has no DSpark drafter in a folder of its own"
+        yield Problem(what, "drafter", f"install TensorRT-LLM 1.4, or {other}")
+    if heads.markov is not None and heads.markov.kind != "vanilla":
+        yield Problem(f"a {heads.markov.kind} Markov head: TensorRT-LLM has vanilla ones only", "drafter", other)
+    if (heads.convolution is None) != (heads.selector is None) or (heads.convolution and is_dspark(heads)):
+        what = f"{heads.words}: TensorRT-LLM has convolutions together with a selector only, and no other head beside"
+        yield Problem(what, "drafter", "use --backend torch")
+    elif heads.selector is not None and release < DFLASH2:
+        what = f"TensorRT-LLM {release} is not known to have DFlash2; its main branch does"
+        yield Problem(what, "drafter", f"install TensorRT-LLM {DFLASH2}, or {other}")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"
         do = "convert it (`dflash-serve convert --full-vocabulary --target ...`), or use --backend torch"
@@ -154,7 +160,7 @@ def unserved_heads(heads: Heads) -> Iterator[Problem]:
 
 def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
-    yield from unserved_heads(plan.drafter)
+    yield from unserved_heads(plan.drafter, plan.release)
     family = plan.target.shape.model_type
     if family.startswith(WITHOUT_DRAFTER):
         what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
@@ -176,7 +182,10 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 
 def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    if plan.needs_plug_in and plan.release < FROM_1_4:
+    if plan.needs_plug_in and plan.drafter is not None and plan.drafter.words:
+        what = f"TensorRT-LLM would silently ignore: {'; '.join(plan.needs_plug_in)}; our drafter there is plain DFlash"
+        yield Problem(what, "drafter", "use a bf16 drafter without it, or --backend torch")
+    elif plan.needs_plug_in and plan.release < FROM_1_4:
         what = f"TensorRT-LLM {plan.release} would silently ignore: {'; '.join(plan.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
     given = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
@@ -213,7 +222,7 @@ def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         return
     what = "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
     do = "set it to false, or leave it out"
-    if plan.release >= FROM_1_4:
+    if plan.recomputes_tails:
         do += "; or have its end computed again: engine_args.tensorrt-llm.speculative_config.context_recompute_tail"
     yield Problem(what, "kv_cache.block_reuse", do)
 

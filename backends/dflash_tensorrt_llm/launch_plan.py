@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
+from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.deployment import COST_TABLE, GIB, SURVIVAL, given_cost, given_survival
@@ -70,6 +70,11 @@ class TensorRTLLMPlan(LaunchPlan):
         return ["quantised weights (its fused K/V product ignores their scales)"]
 
     @property
+    def decoding_type(self) -> Literal["DFlash", "DSpark"]:
+        """Upstream's method: DSpark has the Markov and confidence heads and anchor-first slots, DFlash all others."""
+        return "DSpark" if self.drafter and is_dspark(self.drafter) else "DFlash"
+
+    @property
     def drafts_itself(self) -> bool:
         """TensorRT-LLM drafts by another method, as the user's own arguments say."""
         return self.drafter is None and "speculative_config" in self.engine_args
@@ -101,6 +106,8 @@ class TensorRTLLMPlan(LaunchPlan):
         """
         if self.drafter is None or self.deployment.speculation.width != "auto" or self.users_schedule is not None:
             return None
+        if self.drafter.words:  # schedules were read with plain drafters alone
+            return None
         cost, survival = given_cost(), given_survival() or self.recorded_survival
         if cost is None or survival is None:
             return None
@@ -109,8 +116,15 @@ class TensorRTLLMPlan(LaunchPlan):
     @property
     def way_to_follow_cost(self) -> str:
         """Advice for a `width: auto` that has no `draft_lengths`."""
+        if self.drafter is not None and self.drafter.words:
+            return "use --backend torch, where the width follows cost"
         wanted = COST_TABLE if self.recorded_survival is not None else f"{COST_TABLE} and {SURVIVAL}"
         return f"give {wanted}, from which widths by batch size follow"
+
+    @property
+    def recomputes_tails(self) -> bool:
+        """`context_recompute_tail` exists: in DFlash's configuration, since 1.4."""
+        return self.decoding_type == "DFlash" and self.release >= FROM_1_4
 
     @property
     def recompute_tail(self) -> int:
@@ -119,7 +133,7 @@ class TensorRTLLMPlan(LaunchPlan):
         0 = it is not known how many are enough, or the release has no such key.
         """
         asked = self.speculative_args.get("context_recompute_tail")
-        if isinstance(asked, int) or self.drafter is None or self.release < FROM_1_4:
+        if isinstance(asked, int) or self.drafter is None or not self.recomputes_tails:
             return asked if isinstance(asked, int) else 0
         windows = [kind.window for kind in self.drafter.layers]
         return 0 if None in windows else max(window for window in windows if window is not None)
@@ -134,12 +148,16 @@ class TensorRTLLMPlan(LaunchPlan):
 
     @property
     def attention_backend(self) -> str:
-        """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA."""
+        """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA.
+
+        trtllm-gen has no two-sided windows, and DSpark no FA4.
+        """
         if self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
         if self.gpu.is_blackwell and self.release >= TRTLLM_ATTENTION and not has_two_sided_windows(self.drafter):
             return "TRTLLM"
-        return "FA4" if self.gpu.compute == 90 and self.release >= FA4_ATTENTION else "VANILLA"
+        has_fa4 = self.decoding_type == "DFlash" and self.release >= FA4_ATTENTION
+        return "FA4" if self.gpu.compute == 90 and has_fa4 else "VANILLA"
 
     @property
     def context_in_pool(self) -> bool:
@@ -233,6 +251,11 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
         "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
     }
     return [what for what, present in found.items() if present]
+
+
+def is_dspark(heads: Heads) -> bool:
+    """TensorRT-LLM serves it as DSpark; its DFlash refuses such heads (`declares_dspark_heads`, modeling_dflash.py)."""
+    return heads.markov is not None or heads.confidence is not None or heads.slots == "anchor-first"
 
 
 def has_two_sided_windows(config: DrafterConfig | None) -> bool:

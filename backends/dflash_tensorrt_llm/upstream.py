@@ -1,24 +1,31 @@
 """TensorRT-LLM's releases, and a mirror of the part of its configuration that we write.
 
 Names, defaults and rules of the configuration: `tensorrt_llm/llmapi/llm_args.py` @0004396 (1.3) and the reference pages
-of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these.
+of 1.3.0rc27 and 1.4.0rc1. Upstream's models forbid unknown keys, and so do these. Where the release is installed, its
+own models are asked instead.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from dflash_serve.common.settings import Frozen
+from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError
 
 NEUTRAL = "dflash_serve.json"
 """Our description of the drafter, beside its config.json: z-lab's dialect cannot say everything our plug-in reads."""
 FINAL = 10_000  # comes after all candidates
+ANSWER = "dflash-serve: verdict "  # begins the line of a process that asked the installed LlmArgs
 
 
 @dataclass(frozen=True, order=True)
@@ -51,9 +58,12 @@ class Release:
 OLDEST = Release(1, 3, 22)  # the first in which DFlash follows draft_len_schedule (#12262)
 TRTLLM_ATTENTION = Release(1, 3, 25)  # #16914, which brought the key `attention_backend` itself
 FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
-# Drafters from outside (#18043, #18284); with TRTLLM attention the context in the K/V pool (#18343); `use_swa`
-# (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (reference page of 1.4.0rc1).
+# Drafters from outside, and DSpark drafters in folders of their own (#18043, #18284); with TRTLLM attention the context
+# in the K/V pool (#18343); `use_swa` (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (page of 1.4.0rc1).
 FROM_1_4 = Release(1, 4, 0)
+DFLASH2 = Release(
+    1, 4
+)  # #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it
 NEWEST = Release(1, 4)  # the newest whose sources were read
 NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
 
@@ -66,27 +76,82 @@ def installed_release() -> Release:
         return NEWEST
 
 
+def installed_verdict(release: Release, fields: Mapping[str, object]) -> str | None:
+    """Answer of the installed LlmArgs to `fields`: "" = accepted, else its reason for refusing them.
+
+    None = it was not asked: another release is installed, or none, or it cannot be imported here. A process of its own
+    asks it, because its import starts MPI.
+    """
+    try:
+        if Release.parse(version("tensorrt_llm")) != release:
+            return None
+    except PackageNotFoundError:
+        return None
+    command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
+    done = subprocess.run(command, input=json.dumps(fields), capture_output=True, text=True, check=False)  # noqa: S603
+    found = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    return str(json.loads(found[-1])) if found else None
+
+
+def answer() -> None:
+    """Prints the installed LlmArgs' verdict on the JSON on stdin, in the process that `installed_verdict` starts."""
+    upstream = import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs
+    try:
+        upstream.model_validate(json.load(sys.stdin))
+    except ValidationError as error:
+        print(ANSWER + json.dumps(describe(error)))
+    except (ValueError, AssertionError) as error:
+        print(ANSWER + json.dumps(f"{error}"))
+    else:
+        print(ANSWER + json.dumps(""))
+
+
 WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
 """Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
 made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
 @047098b). Others were not read, and are not refused."""
 
 
-class DFlashDecodingConfig(Frozen):
-    """`speculative_config` with decoding_type DFlash. `max_draft_len` is K = B - 1: the anchor does not count."""
+class BlockDecodingConfig(Frozen):
+    """Keys that both kinds of `speculative_config` have. `max_draft_len` is K = B - 1: the anchor does not count."""
 
-    decoding_type: Literal["DFlash"] = "DFlash"
+    decoding_type: str
     max_draft_len: PositiveInt
     speculative_model: str
     mask_token_id: NonNegativeInt | None = None
     target_layer_ids: tuple[NonNegativeInt, ...] | None = None
-    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
-    max_concurrency: PositiveInt | None = None
-    draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
+    attention_backend: str = "VANILLA"
     acceptance_rate_window_size: NonNegativeInt | None = None
     acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     use_rejection_sampling: bool = False
     enable_penalty: bool = False
+
+
+class DSparkDecodingConfig(BlockDecodingConfig):
+    """`speculative_config` with decoding_type DSpark.
+
+    Upstream compares `block_size`, or else the drafter's own, with `max_draft_len` (llm_args.py @0004396). Its worker
+    was never read with a schedule of draft lengths, so the key is left out here.
+    """
+
+    decoding_type: Literal["DSpark"] = "DSpark"
+    attention_backend: Literal["AUTO", "VANILLA", "TRTLLM", "CUTEDSL"] = "AUTO"
+    block_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _drafts_whole_blocks(self) -> DSparkDecodingConfig:
+        if self.block_size != self.max_draft_len:
+            raise ValueError(f"block_size must be max_draft_len {self.max_draft_len}")
+        return self
+
+
+class DFlashDecodingConfig(BlockDecodingConfig):
+    """`speculative_config` with decoding_type DFlash; upstream finds DFlash2 by the drafter's own config.json."""
+
+    decoding_type: Literal["DFlash"] = "DFlash"
+    attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
+    max_concurrency: PositiveInt | None = None
+    draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
     context_recompute_tail: NonNegativeInt | None = None  # prompt tokens that a prefix hit computes again
     skip_ctx_buffer_budget_check: bool | None = None
 
@@ -163,14 +228,16 @@ class LlmArgs(Frozen):
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
     moe_config: MoeConfig = MoeConfig()
-    speculative_config: DFlashDecodingConfig | None = None
+    speculative_config: (
+        Annotated[DFlashDecodingConfig | DSparkDecodingConfig, Field(discriminator="decoding_type")] | None
+    ) = None
 
     @model_validator(mode="after")
     def _speculates_soundly(self) -> LlmArgs:
         if self.speculative_config is None:
             return self
         if self.max_beam_width > 1:
-            raise ValueError("DFlash does not run with beam search")
+            raise ValueError(f"{self.speculative_config.decoding_type} does not run with beam search")
         if self.speculative_config.use_rejection_sampling and self.guided_decoding_backend is not None:
             raise ValueError("use_rejection_sampling and guided decoding exclude each other")
         return self

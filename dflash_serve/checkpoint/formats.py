@@ -84,8 +84,13 @@ def dequantized(weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, 
     }
 
 
-def quantize(weight: Tensor, format: Format, input_scale: Tensor | None = None) -> QuantizedTensor:
-    """Encodes a weight [out, in] in FP8 or NVFP4.
+def quantize(
+    weight: Tensor, format: Format, input_scale: Tensor | None = None, *, of_tensor: Tensor | None = None
+) -> QuantizedTensor:
+    """Encodes a weight [out, in] in FP8 or NVFP4; or activations [rows, in], by the static scale `of_tensor`.
+
+    Args:
+        of_tensor: the scale that the whole tensor shares; None = from its largest value.
 
     Raises:
         ValueError: NVFP4 of a weight whose input size is not a multiple of 16.
@@ -93,12 +98,12 @@ def quantize(weight: Tensor, format: Format, input_scale: Tensor | None = None) 
     weight = weight.float()
     largest = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     if format == "fp8":
-        scale = largest / FP8_MAX
+        scale = largest / FP8_MAX if of_tensor is None else of_tensor
         values = (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return QuantizedTensor("fp8", values, scale, None, input_scale)
     if weight.shape[1] % GROUP:
         raise ValueError(f"NVFP4 needs an input size that is a multiple of {GROUP}, not {weight.shape[1]}")
-    scale_2 = largest / (FP4_MAX * FP8_MAX)
+    scale_2 = largest / (FP4_MAX * FP8_MAX) if of_tensor is None else of_tensor
     blocks = weight.view(len(weight), -1, GROUP)
     scale = (blocks.abs().amax(dim=-1) / (FP4_MAX * scale_2)).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
     step = scale.float() * scale_2

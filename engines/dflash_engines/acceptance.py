@@ -1,16 +1,24 @@
-"""Acceptance of every quantised drafter beside the unquantised one: same prompts, embedded backend, greedy."""
+"""Acceptance of every quantised drafter beside the unquantised one: same prompts, embedded backend, greedy.
+
+Weights are decoded. Inputs of a block's products are rounded as an engine rounds them: FP8 by a static scale, NVFP4 by
+a static scale and one of each 16 values. The context K/V product has plain inputs, as it has on TensorRT-LLM with our
+plug-in, the one engine that reads these drafters.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import exp
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from dflash_serve.checkpoint.formats import dequantized
+from dflash_serve.checkpoint.formats import QuantizedTensor, Weight, dequantized, quantize
 from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.deployment import Deployment
@@ -22,6 +30,8 @@ from .calibration import embedded_engine, greedy_answers
 from .pipeline import Measured, Work
 from .recipe import Acceptance, Format
 
+PARTS = {"qkv": "q_proj", "gate_up": "gate_proj"}
+"""Fused product of the embedded engine -> one of its parts; all parts share their input scale."""
 ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
 """Least acceptance length relative to bf16; below it a precision costs more than its speed gives."""
 
@@ -35,9 +45,9 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
     prompts = jsonl_prompts(work.inputs["acceptance prompts"])[wanted.skip :][: wanted.count]
     measured: Measured = {"prompts": len(prompts), "max_tokens": wanted.max_tokens}
     base: Sequence[AcceptanceStatistics] | None = None
-    for name, drafter in _drafters(work, formats):
+    for name, drafter, weights in _drafters(work, formats):
         work.say(f"{name} on {len(prompts)} prompts")
-        answers = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens)
+        answers = measure_drafter(deployment, work.inputs["target"], drafter, prompts, wanted.max_tokens, weights)
         statistics = total(answers)
         if statistics.acceptance_length is None:
             raise UserError("no answer had a step to measure", where="acceptance", do="raise max_tokens")
@@ -53,26 +63,51 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
     return measured
 
 
-def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path]]:
-    # Precision and folder of each drafter, bf16 first. A quantised one is decoded, and deleted once measured.
-    yield "bf16", work.inputs["drafter"]
+def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path, Mapping[str, Weight]]]:
+    # Precision, folder and stored weights of each drafter, bf16 first. A quantised one is decoded, and deleted once
+    # measured.
+    yield "bf16", work.inputs["drafter"], {}
     for format in formats:
         config, weights = load_weights(work.inputs[f"drafter-{format}"])
         folder = work.folder / f".{format}"
         write_drafter(folder, config, dequantized(weights, torch.float32))
-        yield format, folder
+        yield format, folder, weights
         shutil.rmtree(folder)
 
 
 def measure_drafter(
-    deployment: Deployment, target: Path, drafter: Path, prompts: Sequence[str], max_tokens: int
+    deployment: Deployment,
+    target: Path,
+    drafter: Path,
+    prompts: Sequence[str],
+    max_tokens: int,
+    weights: Mapping[str, Weight] | None = None,
 ) -> list[AcceptanceStatistics]:
-    """Acceptance of each answer. Every step verifies the whole block, so no width policy influences it."""
+    """Acceptance of each answer. Every step verifies the whole block, so no width policy influences it.
+
+    Args:
+        weights: of the quantised drafter that `drafter` was decoded from; the inputs of its products are rounded, too.
+    """
     speculation = {"block_size": deployment.speculation.block_size}
     engine = embedded_engine(deployment, target, drafter={"model": str(drafter)}, speculation=speculation)
     assert engine.block_size is not None
+    round_inputs(cast(Any, engine).scheduler.speculator.drafter, weights or {})
     answers = greedy_answers(engine.fixed(engine.block_size), prompts, max_tokens)
     return [answer.statistics for answer in answers]
+
+
+def round_inputs(drafter: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Rounds the inputs of the embedded engine's fused products by the input scales of `weights`."""
+    for name, module in drafter.named_modules():
+        layer, _, product = name.rpartition(".")
+        weight = weights.get(f"{layer}.{PARTS.get(product, product)}.weight")
+        if isinstance(weight, QuantizedTensor) and weight.input_scale is not None:
+            module.register_forward_pre_hook(partial(_rounded, weight.format, weight.input_scale))
+
+
+def _rounded(format: Format, scale: Tensor, module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
+    rows = arguments[0].float().reshape(-1, arguments[0].shape[-1])
+    return quantize(rows, format, of_tensor=scale.float()).dequantize(arguments[0].dtype).view(arguments[0].shape)
 
 
 def ratio_of(

@@ -60,7 +60,7 @@ def build(
     if verify:
         _verify(folder, as_json, console)
     elif dry_run:
-        _list_steps(load_recipe(recipe), as_json, console)
+        _list_steps(load_recipe(recipe), recipe, as_json, console)
     else:
         _build(load_recipe(recipe), folder, console)
         if as_json:
@@ -77,12 +77,15 @@ def _verify(folder: Path, as_json: bool, console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _list_steps(recipe: Recipe, as_json: bool, console: Console) -> None:
+def _list_steps(recipe: Recipe, file: Path, as_json: bool, console: Console) -> None:
     from rich.table import Table
 
     steps = make_steps(recipe)
     if as_json:
         typer.echo(json.dumps([{"step": s.name, "needs": s.needs, "about": s.about} for s in steps]))
+    if not steps:
+        console.print(f"nothing to build in {file}", markup=False, highlight=False)
+        return
     table = Table("step", "after", "what", box=None, pad_edge=False)
     for step in steps:
         table.add_row(step.name, ", ".join(step.needs), step.about)
@@ -253,16 +256,17 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
         length = deployment.limits.max_model_len
         measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
-        about = "of every drafter, against bf16"
-        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 3, about)
+        about = "of every drafter, against bf16; weights and activations are quantised"
+        yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 4, about)
 
 
 def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
-    """Writes a Deployment for every quantised drafter, OUTPUT/serve-<format>.yaml; a bundled target by its folder."""
+    """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder."""
     written = []
-    for format in recipe.build.drafter:
+    for format in ("bf16", *recipe.build.drafter):
         fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
-        fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+        if format != "bf16":
+            fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
         if "target" in sources and "/" not in recipe.deployment.target.model:
             fields["target"]["model"] = str(sources["target"].folder)
         path = output / f"serve-{format}.yaml"

@@ -5,14 +5,24 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dflash_tensorrt_llm.plugin.drafter import PlugInDrafter
-from dflash_tensorrt_llm.upstream import CudaGraphConfig, DFlashDecodingConfig, KvCacheConfig, LlmArgs
+from dflash_tensorrt_llm.upstream import (
+    CudaGraphConfig,
+    DFlashDecodingConfig,
+    DSparkDecodingConfig,
+    KvCacheConfig,
+    LlmArgs,
+    installed_release,
+    installed_verdict,
+)
 from tests.support.fake_tensorrt_llm.worker import Worker
 from tests.support.tiny import random_tensors, tiny_drafter_config
 
@@ -29,6 +39,7 @@ OPTIONAL = {
     "_uses_worker_attention_backend",
 }  # fmt: skip
 """By getattr with a default, or after hasattr: ours has the first three and needs none of the others."""
+RECIPES = Path(__file__).parents[1] / "unit/tensorrt_llm/golden/recipes.txt"
 GIVEN_TO_IT = {"_runtime_position_ceiling"}
 real = pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed here")
 
@@ -92,12 +103,46 @@ def test_the_real_workers_ask_for_nothing_new() -> None:
     assert {worker.__name__ for worker in DFlashWorker.__subclasses__()} <= {"DSparkWorker", "KimiK3DFlashWorker"}
 
 
+DRAFT = {"max_draft_len": 3, "speculative_model": "draft"}
+DFLASH, DSPARK = {"decoding_type": "DFlash", **DRAFT}, {"decoding_type": "DSpark", "block_size": 3, **DRAFT}
+DIFFERENCES: dict[str, tuple[dict[str, Any], bool]] = {
+    "a type of K/V that dies as the model is loaded": ({"kv_cache_config": {"dtype": "bfloat16"}}, True),
+    "beam search": ({"max_beam_width": 4, "speculative_config": DFLASH}, True),
+    "kernels of experts that 1.4 added": ({"moe_config": {"backend": "MEGAMOE_DEEPGEMM"}}, True),
+    "a schedule for DSpark": ({"speculative_config": {**DSPARK, "draft_len_schedule": {8: 3}}}, True),
+    "an unknown key": ({"kv_cache_config": {"pages": 4}}, False),
+    "a DSpark block of another length": ({"speculative_config": {**DSPARK, "block_size": 4}}, False),
+}
+"""All of these our mirror refuses; whether upstream's LlmArgs takes them. Where it is installed, its answer counts."""
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_our_mirror_refuses_what_upstream_may_take(difference: str) -> None:
+    with pytest.raises(ValidationError):
+        LlmArgs.model_validate(DIFFERENCES[difference][0])
+
+
+@real
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_upstream_takes_what_the_table_says(difference: str) -> None:
+    fields, taken = DIFFERENCES[difference]
+    assert (installed_verdict(installed_release(), {"model": "Qwen/Qwen3-8B", **fields}) == "") == taken
+
+
+@real
+@pytest.mark.parametrize("line", [line for line in RECIPES.read_text().splitlines() if " 1.4 | trtllm-serve" in line])
+def test_upstream_takes_every_golden_configuration(line: str) -> None:
+    fields = json.loads(line.rpartition(" | ")[2])
+    assert installed_verdict(installed_release(), {"model": line.split("trtllm-serve ")[1].split()[0], **fields}) == ""
+
+
 @real
 def test_the_real_configuration_has_every_key_we_write() -> None:
     from tensorrt_llm.llmapi import llm_args as upstream
 
     pairs: dict[Any, type[BaseModel]] = {
         upstream.DFlashDecodingConfig: DFlashDecodingConfig,
+        upstream.DSparkDecodingConfig: DSparkDecodingConfig,
         upstream.KvCacheConfig: KvCacheConfig,
         upstream.CudaGraphConfig: CudaGraphConfig,
         upstream.TorchLlmArgs: LlmArgs,

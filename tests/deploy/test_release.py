@@ -1,4 +1,4 @@
-"""The release workflow is well formed, pins its actions and builds every image; the chart can be
+"""Workflows are well formed and pin their actions; a release builds every image, and its chart can be
 pushed to a registry and installed from there."""
 
 from __future__ import annotations
@@ -16,25 +16,46 @@ import pytest
 import yaml
 
 from dflash_serve.deploying.chart import write_chart
+from dflash_tensorrt_llm.upstream import NEWEST, OLDEST, Release
 from tests.support.chart import HELMS, KUBERNETES, ROOT, recipe_deployment, values, whole_chart
 from tests.support.helm import HELM_4, Layer, helm
 from tests.support.registry import PASSWORD, USER, registry
 
-FILE = ROOT / ".github" / "workflows" / "release.yaml"
-WORKFLOW = yaml.safe_load(FILE.read_text())
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yaml"))
+WORKFLOWS = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
+WORKFLOW = WORKFLOWS["release"]
+STYLE = (
+    "{extends: default, rules: {line-length: {max: 130}, truthy: {check-keys: false}, document-start: disable, braces: "
+)
+STYLE += "{max-spaces-inside: 0}, comments: {min-spaces-from-content: 1}}}"
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.parametrize(
     "argv",
     [
         [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"],
         [str(Path(sys.executable).with_name("zizmor")), "--offline", "--no-progress", "--quiet"],
+        [sys.executable, "-m", "yamllint", "--strict", "--config-data", STYLE],
     ],
-    ids=["its schema", "zizmor: actions by commit, no right that is not named, no injection"],
+    ids=["its schema", "zizmor: actions by commit, no right that is not named, no injection", "yamllint"],
 )
-def test_the_workflow_is_well_formed_and_safe(argv: list[str]) -> None:
-    done = subprocess.run([*argv, str(FILE)], capture_output=True, text=True, check=False)
+def test_a_workflow_is_well_formed_and_safe(argv: list[str], file: Path) -> None:
+    done = subprocess.run([*argv, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_push_runs_the_suites_of_make_test() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (body,) = re.findall(r"^test:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    wanted = {word for word in re.findall(r"[\w-]+", body) if re.search(rf"^{word}:", makefile, re.MULTILINE)}
+    suites = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]["suite"]
+    assert {target for suite in suites for target in suite.split()} == wanted - {"environments"}
+
+
+def test_the_contract_job_tries_the_newest_release_that_was_read() -> None:
+    releases = WORKFLOWS["tensorrt-llm"]["jobs"]["contract"]["strategy"]["matrix"]["release"]
+    assert all(OLDEST <= Release.parse(release) <= NEWEST for release in releases)
 
 
 def test_it_builds_signs_and_describes_every_image_for_both_architectures() -> None:

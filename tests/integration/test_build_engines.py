@@ -35,7 +35,7 @@ from dflash_engines.quantize import (
 from dflash_engines.recipe import Checkpoints
 from dflash_engines.trtllm_checkpoint import write_checkpoints
 from dflash_serve.checkpoint.files import read_manifest
-from dflash_serve.checkpoint.formats import Format, QuantizedTensor
+from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
 from dflash_serve.checkpoint.reader import load_weights, read_drafter
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.deployment import Deployment
@@ -105,6 +105,21 @@ def test_our_formats_are_modelopts_bit_for_bit(format: Format) -> None:
     for name, tensor in theirs.items():
         assert tensor.dtype == ours[name].dtype, name
         assert torch.equal(*(stored.flatten().view(torch.uint8) for stored in (tensor, ours[name]))), name
+
+
+def test_activations_are_rounded_by_a_static_scale_as_modelopt_does_bit_for_bit() -> None:
+    """The acceptance step rounds by it. NVFP4 with values beyond its reach, too."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    rows, scale = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) * 3, torch.tensor(0.004)
+    rows[0, 5] = 100.0
+    fp8, nvfp4 = (quantize(rows, format, of_tensor=scale) for format in FORMATS)
+    theirs, block_scales, _ = NVFP4QTensor.quantize(rows, 16, None, scale)
+    assert torch.equal(theirs._quantized_data, nvfp4.values)
+    assert torch.equal(block_scales.float(), nvfp4.scale.float())
+    inside = rows.abs() < 448 * scale
+    theirs, _ = FP8QTensor.quantize(rows, scale)
+    assert torch.equal(theirs._quantized_data.float()[inside], fp8.values.float()[inside])
 
 
 @pytest.mark.parametrize("engine", FUSED_BY)

@@ -14,17 +14,21 @@ import pytest
 from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.reader import read_config
 from tests.unit.checkpoint.published import PUBLISHED
+from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 REVISION = "0" * 40
+WITH_HEADS = ("z-lab/Qwen3.8-27B-DFlash2", "deepseek-ai/dspark_qwen3_8b_block7")
 
 
 def offline_hub(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Fills `folder` and makes it the hub, as long as `patch` lasts."""
     for name, config in TARGETS.items():
         _add(folder, name, config)
-    for row in PUBLISHED:
-        snapshot = _add(folder, f"z-lab/{row.name}", row.config_json())
+    drafters: dict[str, Mapping[str, object]] = {f"z-lab/{row.name}": row.config_json() for row in PUBLISHED}
+    drafters |= {one.repository: config_json(one) for one in PUBLISHED_DRAFTERS if one.repository in WITH_HEADS}
+    for name, described in drafters.items():
+        snapshot = _add(folder, name, described)
         _write_hollow(snapshot / "model.safetensors", expected_tensors(read_config(snapshot)[0]))
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -19,11 +19,25 @@ from dflash_serve.checkpoint.config import DrafterConfig, Heads, expected_tensor
 from dflash_serve.checkpoint.reader import DIALECTS, parse
 from dflash_serve.errors import Problem
 from dflash_serve.models.drafter import Drafter
+from dflash_tensorrt_llm import TensorRTLLMBackend
+from dflash_tensorrt_llm.upstream import Release
 from tests.unit.checkpoint.published import PUBLISHED, Published
 from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 
 TABLE = Path(__file__).with_name("golden") / "published.txt"
-ENGINES = ("torch", "sglang", "vllm", "tensorrt-llm")
+ENGINES = [
+    *map(backend, ("torch", "sglang", "vllm")),
+    *(TensorRTLLMBackend(Release.parse(text)) for text in ("1.3.0rc27", "1.4.0rc4", "1.4")),
+]
+SOURCES = {
+    ("sglang", "a reduced draft vocabulary"): "models/dflash.py load_weights",
+    ("sglang", "anchor-first slots"): "models/dflash.py, models/dspark.py",
+    ("vllm", "anchor-first slots"): "model_executor/models/qwen3_dflash.py, qwen3_dspark.py",
+    ("tensorrt-llm", "a reduced draft vocabulary"): "modeling_dflash.py load_weights_from_target_model",
+    ("tensorrt-llm", "has no DSpark drafter"): "modeling_dspark.py, which #18043 extended",
+    ("tensorrt-llm", "is not known to have DFlash2"): "modeling_dflash.py, which #18155 extended",
+}
+"""(engine, words of a refusal) -> the engine's file that it follows from."""
 
 
 def parsed(drafter: CataloguedDrafter) -> tuple[DrafterConfig | None, list[Problem]]:
@@ -73,17 +87,23 @@ def test_a_published_config_is_what_the_catalogue_says_and_survives_its_own_dial
     assert (again, found, problems) == (config, dialect, [])
 
 
+def source(engine: str, refusal: str) -> str:
+    """The engine's file behind a refusal; every refusal must have one."""
+    (file,) = (file for (name, words), file in SOURCES.items() if name == engine and words in refusal)
+    return file
+
+
 def row(drafter: CataloguedDrafter) -> str:
     """One line of the table: kind, block size, tensors, and the engines that serve it or why not."""
     config, problems = parsed(drafter)
     if config is None:
         return f"{drafter.repository} | refused: {problems[0].what}"
     verdicts = []
-    for name in ENGINES:
-        one = backend(name)
+    for one in ENGINES:
         assert isinstance(one, DraftingBackend)
-        found = one.head_problems(config)
-        verdicts.append(f"{name} {one.releases}: " + (found[0].what if found else "yes"))
+        release = getattr(one, "release", one.releases)
+        found = [problem.what for problem in one.head_problems(config)][:1]
+        verdicts.append(f"{one.name} {release}: " + (f"{found[0]} [{source(one.name, found[0])}]" if found else "yes"))
     heads = f" ({config.words})" if config.words else ""
     size = f"B {config.block_size}, {config.rows()} rows, {len(expected_tensors(config))} tensors"
     return " | ".join([drafter.repository, config.family + heads, size, *verdicts])

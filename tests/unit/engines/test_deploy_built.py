@@ -11,14 +11,19 @@ from typer.testing import CliRunner
 from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
 from dflash_engines.recipe import Recipe
+from dflash_serve.backend import backend as chosen_backend
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import load_deployment
 from dflash_serve.server_adapter import resolve
 from dflash_tensorrt_llm import backend
 from tests.support.built import seal
-from tests.support.tiny import tiny_drafter_config, write_quantized_drafter
+from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter
 from tests.support.tiny_target import SPECIALS, write_tiny_target
+from tests.unit.tensorrt_llm.conftest import changed, tiny_deployment
+
+README = Path(__file__).parents[3] / "engines" / "README.md"
+FORMATS: list[Format] = ["fp8", "nvfp4"]
 
 
 def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True) -> Path:
@@ -34,7 +39,8 @@ def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True
     seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
     deployment = {"target": {"model": "bundled"}, "drafter": {"model": "bundled"}, "hardware": {"gpu": gpu}}
     recipe = Recipe.model_validate({"deployment": deployment, "build": {"drafter": [format]}})
-    (path,) = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
+    published, path = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
+    assert (published.name, load_deployment(published).drafter) == ("serve-bf16.yaml", recipe.deployment.drafter)
     return path
 
 
@@ -53,6 +59,51 @@ def test_a_built_drafter_is_served_and_rendered(format: Format, gpu: str, fits: 
         launch.prepare(tmp_path / "prepared")
         assert "--custom_module_dirs" in launch.command(tmp_path / "prepared").argv
         assert "quantization_config" in json.loads((tmp_path / "prepared" / "draft" / "config.json").read_text())
+
+
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+TARGETS: dict[str, dict[str, object] | None] = {
+    "bf16": None,
+    "FP8, ModelOpt": {**MODELOPT, "quant_algo": "FP8"},
+    "FP8 by block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "NVFP4, ModelOpt": {**MODELOPT, "quant_algo": "NVFP4"},
+    "MXFP4": {"quant_method": "mxfp4"},
+    "INT4, compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": INT4}},
+    },
+}  # fmt: skip
+ENGINES = ("torch", "sglang", "vllm", "tensorrt-llm")
+
+
+def test_the_readmes_table_is_what_the_engines_checks_say(tmp_path: Path) -> None:
+    """A cell: the drafter formats that go with such a target on a B200, and `*` where an H200 does not take them."""
+    config = tiny_drafter_config(intermediate_size=64)
+    deployment, drafters = tiny_deployment(tmp_path, config), {"bf16": tmp_path / "drafter"}
+    for format in FORMATS:
+        drafters[format.upper()] = write_quantized_drafter(tmp_path / format, format, config)
+    sizes = {
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+    }
+
+    def cell(engine: str) -> str:
+        found = []
+        for name, folder in drafters.items():
+            sections = {"drafter": {"model": str(folder)}, "speculation": {"width": 4}}
+            on = [changed(deployment, **sections, hardware={"gpu": gpu}) for gpu in ("b200", "h200")]
+            blackwell, hopper = (chosen_backend(engine).check(each) == [] for each in on)
+            found += [name + ("" if hopper else "*")] if blackwell else []
+        return ", ".join(found) or "no"
+
+    for name, recipe in TARGETS.items():
+        edit_json(tmp_path / "target" / "config.json", {**sizes, "quantization_config": recipe})
+        line = " | ".join([f"| {name}", *map(cell, ENGINES)]) + " |"
+        assert line in README.read_text().splitlines(), line
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])

@@ -1,16 +1,31 @@
-"""Recipes are read strictly, and their steps come in an order that works."""
+"""Recipes are read strictly, their steps come in an order that works, and their launches are written down.
+
+After a wanted change: GOLDEN=write pytest tests/unit/engines/test_recipes.py, and read the difference.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
+from typer.testing import CliRunner
 
 from dflash_engines.cli import make_steps
 from dflash_engines.recipe import load_recipe
+from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
+from dflash_serve.server_adapter import resolve
+from tests.support.golden_deployments import hub
+
+__all__ = ["hub"]
+GOLDEN = Path(__file__).with_name("golden") / "recipes.txt"
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
 SOURCES = {"target", "drafter", "calibration prompts", "acceptance prompts"}
@@ -23,6 +38,33 @@ def test_every_step_comes_after_what_it_needs(path: Path) -> None:
         assert set(step.needs) <= known
         assert step.about
         known.add(step.name)
+
+
+def rows(path: Path) -> Iterator[str]:
+    """The steps of a recipe's build, and its launch on each engine that serves from a command line of its own."""
+    recipe = load_recipe(path)
+    steps = [f"{step.name} ({', '.join(step.needs)})" for step in make_steps(recipe)]
+    yield f"{path.stem} build | {'; '.join(steps) or 'nothing'}"
+    for name in ("sglang", "vllm"):
+        launch = resolve(cast(ServerBackend, backend(name)), recipe.deployment)
+        argv = launch.command(Path("/prepared")).argv[1:]
+        told = f"refused: {launch.problems[0].what}" if launch.problems else shlex.join(argv)
+        yield f"{path.stem} {name} | {told}"
+
+
+@pytest.mark.usefixtures("hub")
+def test_steps_and_launches_of_every_recipe_are_the_golden_ones() -> None:
+    """TensorRT-LLM's, with the values of their configuration: tests/unit/tensorrt_llm/golden."""
+    text = "".join(f"{row}\n" for path in RECIPES if path.stem != "smollm2" for row in rows(path))
+    if os.environ.get("GOLDEN") == "write":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_a_recipe_without_a_build_says_so() -> None:
+    (path,) = (path for path in RECIPES if path.stem == "qwen3.8-27b-dflash2-b200")
+    told = CliRunner().invoke(app, ["build", str(path), "--dry-run"])
+    assert (told.exit_code, told.output) == (0, f"nothing to build in {path}\n")
 
 
 def write(folder: Path, text: str) -> Path:

@@ -22,8 +22,9 @@ RECIPES = Path(__file__).parents[3] / "engines" / "recipes"
 PREPARED = Path("/prepared")
 
 
-def tiny_deployment(folder: Path, config: DrafterConfig, dialect: str = "zlab") -> Deployment:
-    """A target and a drafter of `config` below `folder`, on one H200."""
+def tiny_deployment(folder: Path, config: DrafterConfig, dialect: str | None = None) -> Deployment:
+    """A target and a drafter of `config` below `folder`, on one H200; the dialect is one that has its heads."""
+    dialect = dialect or ("zlab" if config.markov is None and config.slots == "fill-in" else "deepspec")
     write_tiny_drafter(folder / "drafter", config, dialect=dialect)
     sizes = {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": 96, "num_attention_heads": 4}
     (folder / "target").mkdir()

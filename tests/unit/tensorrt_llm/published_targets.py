@@ -9,6 +9,14 @@ KIMI_SIZES: dict[str, object] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "max_position_embeddings": 262144,
 }  # fmt: skip
+QWEN3_5_27B: dict[str, object] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+        "layer_types": 16 * (3 * ["linear_attention"] + ["full_attention"]), "max_position_embeddings": 262144,
+    },
+}  # fmt: skip
 TARGETS: dict[str, dict[str, object]] = {
     "openai/gpt-oss-120b": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
@@ -21,14 +29,8 @@ TARGETS: dict[str, dict[str, object]] = {
         "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
     },
-    "Qwen/Qwen3.5-27B": {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
-        "text_config": {
-            "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408,
-            "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
-            "layer_types": 16 * (3 * ["linear_attention"] + ["full_attention"]), "max_position_embeddings": 262144,
-        },
-    },
+    "Qwen/Qwen3.5-27B": QWEN3_5_27B,
+    "Qwen/Qwen3.8-27B": QWEN3_5_27B,  # of Qwen3.5's classes; its sizes are taken to be the same
     "meta-llama/Llama-3.1-8B-Instruct": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

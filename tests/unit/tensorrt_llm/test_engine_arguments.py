@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 from pydantic import ValidationError
 
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
@@ -67,7 +68,7 @@ def test_every_key_that_we_write_is_one_that_we_claim(deployment: Deployment) ->
 
 
 REFUSED_VALUES: dict[str, dict[str, Any]] = {
-    "unknown key": {"speculative_config": {"block_size": 8}},
+    "unknown key": {"speculative_config": {"eagle_choices": 8}},
     "exclude each other": {"speculative_config": {"max_concurrency": 8, "draft_len_schedule": {8: 3}}},
     "must begin with": {"speculative_config": {"draft_len_schedule": {4: 2, 8: 3}}},
     "goes beyond": {"speculative_config": {"draft_len_schedule": {4: 3, 8: 7}}},
@@ -85,9 +86,43 @@ def test_a_value_that_trtllm_serve_would_refuse_is_refused_before_it_starts(
     reason: str, deployment: Deployment
 ) -> None:
     limited = changed(deployment, limits={"max_batch_size": 64}, speculation={"width": 4})
-    with pytest.raises(UserError, match=reason) as refused:
-        configuration(given(limited, **REFUSED_VALUES[reason]))
-    assert refused.value.where == "configuration for TensorRT-LLM 1.4"
+    (problem,) = backend().check(given(limited, **REFUSED_VALUES[reason]))
+    assert (reason in problem.what, problem.where) == (True, "configuration for TensorRT-LLM 1.4")
+
+
+INSTALLED = """
+from pydantic import BaseModel, ConfigDict
+class MoeConfig(BaseModel):
+    backend: str
+class TorchLlmArgs(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    moe_config: MoeConfig
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "backend_of_experts", "imports", "said"),
+    [
+        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", True, None),
+        ("1.4.0rc4", 7, True, "moe_config.backend: Input should be a valid string"),
+        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", False, "'DEEPGEMM', 'VANILLA' or 'TRITON'"),
+        ("1.4", "NEW_IN_THIS_RELEASE", True, "'DEEPGEMM', 'VANILLA' or 'TRITON'"),
+    ],
+    ids=["accepted", "refused", "does not import", "another release"],
+)
+def test_the_installed_release_is_asked_before_our_mirror(
+    release: str, backend_of_experts: object, imports: bool, said: str | None,
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    package, metadata = tmp_path / "site/tensorrt_llm/llmapi", tmp_path / "site/tensorrt_llm-1.4.0rc4.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "llm_args.py").write_text(INSTALLED if imports else "raise ImportError('libcuda.so.1')")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.4.0rc4\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    problems = backend(release).check(given(deployment, moe_config={"backend": backend_of_experts}))
+    assert problems == [] if said is None else said in problems[0].what, problems
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -11,6 +11,7 @@ import pytest
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm.upstream import Release
+from tests.support.heads import HEADS
 from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
 from tests.unit.tensorrt_llm.conftest import backend, changed, tiny_deployment
 
@@ -142,6 +143,31 @@ def test_a_property_that_upstreams_drafter_silently_ignores_needs_ours(odd: str,
     (problem,) = backend(OLD).check(wanted)
     assert "would silently ignore" in problem.what
     assert odd in problem.what
+
+
+GATED = "gated Markov head"
+NO_DSPARK, NO_DFLASH2 = "has no DSpark drafter in a folder of its own", "is not known to have DFlash2"
+BY_RELEASE: list[tuple[str, dict[str, Any], dict[str, str | None]]] = [
+    ("vanilla Markov", {}, {"1.3.0rc27": NO_DSPARK, "1.4.0rc0": None, "1.4": None}),
+    ("vanilla Markov, fill-in", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
+    ("anchor-first", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
+    ("gated Markov", {}, {"1.4": GATED}),
+    ("DFlash2", {}, {"1.3.0rc27": NO_DFLASH2, "1.4.0rc4": NO_DFLASH2, "1.4": None}),
+    ("convolution", {}, {"1.4": "together with a selector only"}),
+    ("vanilla Markov", {"embedding_scale": 2.0}, {"1.4": "our drafter there is plain DFlash"}),
+    ("DFlash2", {"final_logit_softcap": 30.0}, {"1.4": "our drafter there is plain DFlash"}),
+]
+
+
+@pytest.mark.parametrize(("heads", "odd", "verdicts"), BY_RELEASE)
+def test_heads_are_served_by_the_releases_that_have_them(
+    heads: str, odd: dict[str, Any], verdicts: dict[str, str | None], tmp_path: Path
+) -> None:
+    """modeling_dspark.py @661c857 raises for gated and rnn heads; modeling_dflash.py asks for all of DFlash2's keys."""
+    wanted = tiny_deployment(tmp_path, tiny_drafter_config(**HEADS[heads], **odd))
+    for release, reason in verdicts.items():
+        problems = backend(release).check(wanted)
+        assert problems == [] if reason is None else reason in problems[0].what, (release, problems)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "mistral", "qwen2"])

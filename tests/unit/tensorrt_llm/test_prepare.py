@@ -18,6 +18,7 @@ from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.plugin import BUILT
 from tests.support.engine_readers import READERS
+from tests.support.heads import HEADS
 from tests.support.tiny import (
     FULL,
     SLIDING_BOTH_WAYS,
@@ -114,6 +115,35 @@ def test_windows_that_see_both_ways_are_said_in_upstreams_words(
     assert READERS["tensorrt-llm"](raw).layers == layers
 
 
+@pytest.mark.parametrize(
+    ("heads", "kernels"),
+    [
+        ("anchor-first", "TRTLLM"), ("vanilla Markov", "TRTLLM"), ("vanilla Markov, fill-in", "TRTLLM"),
+        ("Markov and confidence", "TRTLLM"), ("DFlash2", "VANILLA"),
+    ],
+)  # fmt: skip
+def test_drafters_with_heads_are_said_in_upstreams_words(heads: str, kernels: str, tmp_path: Path) -> None:
+    """Upstream's rules: `resolve_dspark_head_config` and `is_causal` of DFlash2, both modeling_dflash.py."""
+    layers = (SLIDING_BOTH_WAYS,) * 2 if heads == "DFlash2" else (FULL, FULL)
+    config = tiny_drafter_config(layers=layers, **HEADS[heads], target_layer_ids=(5, 1, 3))
+    deployment = changed(tiny_deployment(tmp_path, config), hardware={"gpu": "b200"})
+    backend().prepare(deployment, tmp_path / "out")
+    draft = tmp_path / "out" / "draft"
+    raw, stored = json.loads((draft / "config.json").read_text()), load_file(draft / "model.safetensors")
+    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["speculative_config"]
+    dspark, dflash = heads != "DFlash2", raw["dflash_config"]
+    assert (written["decoding_type"], written["attention_backend"]) == ("DSpark" if dspark else "DFlash", kernels)
+    assert written["max_draft_len"] == 3 == written.get("block_size", 3)
+    assert written["target_layer_ids"] == dflash["target_layer_ids"] == [1, 3, 5], "upstream compares the two"
+    assert read_config(draft)[0] == config.model_copy(update={"target_layer_ids": (1, 3, 5)})
+    assert stored.keys() == random_tensors(config).keys()
+    assert "shift_label" in dflash if dspark else raw["use_sliding_window"] and raw["is_causal"] is False
+    if dspark:
+        assert dflash["shift_label"] == (config.slots == "anchor-first")
+        assert (raw["block_size"], raw["markov_rank"]) == (config.rows(), config.markov.rank if config.markov else 0)
+        assert "causal" not in raw.keys() | dflash.keys(), "upstream refuses the key"
+
+
 @pytest.mark.parametrize(("dtype", "written"), [("auto", None), ("bfloat16", None), ("fp8", "fp8")])
 def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, written: str | None, tmp_path: Path) -> None:
     """Upstream takes auto, fp8 and nvfp4; `bfloat16` dies as the model is loaded."""
@@ -129,8 +159,10 @@ def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, writt
     ],
 )  # fmt: skip
 def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
-    """Before #16914 the key itself is unknown, and every release would refuse it."""
+    """Before #16914 the key itself is unknown, and every release would refuse it. VANILLA is flash-attn's."""
     deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
+    notes = " ".join(backend(release).preview(deployment, tmp_path / "out").notes)
+    assert ("flash-attn" in notes) == (kernels in (None, "VANILLA"))
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
 
 

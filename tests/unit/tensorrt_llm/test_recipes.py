@@ -1,17 +1,17 @@
-"""Every recipe becomes a configuration that its release takes; one of them is written down beside this file.
+"""Every recipe becomes a configuration that its release takes; the values of all are written down beside this file.
 
 After a wanted change: GOLDEN=write pytest tests/unit/tensorrt_llm/test_recipes.py, and read the difference.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm.engine_arguments import OTHER_CONFIG
@@ -20,21 +20,23 @@ from tests.support.engine_readers import tensorrt_llm_quantization
 from tests.unit.tensorrt_llm.conftest import PREPARED, RECIPES, backend, changed, configuration
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden" / "recipes.txt"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "smollm2")  # that one is for a CPU
 RELEASES = ["1.3.0rc27", "1.4"]
+SERVED = [(name, release) for name in NAMES for release in RELEASES if release == "1.4" or "-d" not in name]
+"""DSpark and DFlash2 came with 1.4."""
 pytestmark = pytest.mark.usefixtures("hub")
 
 
 def test_there_is_a_recipe_for_every_promised_machine() -> None:
     assert set(NAMES) >= {
         "gpt-oss-120b-b300", "gpt-oss-120b-b200", "qwen3-8b-b200", "qwen3-8b-h200", "llama-3.1-8b-b200",
-        "llama-3.1-8b-h200", "qwen3-coder-30b-a3b-b200", "kimi-k2.5-b300",
+        "llama-3.1-8b-h200", "qwen3-coder-30b-a3b-b200", "kimi-k2.5-b300", "kimi-k2.5-b200",
+        "qwen3.5-27b-b200", "qwen3-8b-dspark-b200", "qwen3.8-27b-dflash2-b200",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "release"), SERVED)
 def test_every_value_of_a_recipes_configuration_is_one_that_its_release_takes(
     name: str, release: str, recipe: Callable[[str], Deployment]
 ) -> None:
@@ -46,16 +48,19 @@ def test_every_value_of_a_recipes_configuration_is_one_that_its_release_takes(
     assert ours["speculative_config"]["max_draft_len"] == backend(release).resolve(recipe(name)).block_size - 1
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_configuration_and_command_are_the_golden_ones(release: str, recipe: Callable[[str], Deployment]) -> None:
-    path = GOLDEN / f"qwen3-8b-b200.trtllm-{release}.yaml"
-    command = backend(release).command(recipe("qwen3-8b-b200"), PREPARED, host="0.0.0.0", port=8000)
-    environment = "".join(f"{name}={value} " for name, value in command.env.items())
-    text = yaml.safe_dump(configuration(recipe("qwen3-8b-b200"), release), sort_keys=False)
-    text = f"# {environment}{shlex.join(command.argv)}\n{text}"
+def row(deployment: Deployment, release: str) -> str:
+    """Command and configuration by value, or the reason of a refusal."""
+    if problems := backend(release).check(deployment):
+        return f"refused: {problems[0].what}"
+    command = backend(release).command(deployment, PREPARED)
+    return f"{shlex.join(command.argv)} | {json.dumps(configuration(deployment, release))}"
+
+
+def test_configurations_and_commands_are_the_golden_ones(recipe: Callable[[str], Deployment]) -> None:
+    text = "".join(f"{name} {release} | {row(recipe(name), release)}\n" for name in NAMES for release in RELEASES)
     if os.environ.get("GOLDEN") == "write":
-        path.write_text(text)
-    assert text == path.read_text()
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
 
 
 def test_two_nodes_are_started_by_srun(recipe: Callable[[str], Deployment]) -> None:

@@ -101,7 +101,12 @@ def test_any_costs_give_a_table_that_upstream_takes_and_that_never_starves_the_d
     assert starving_from(schedule, batch) is None
     assert all(as_upstream_reads(schedule, size) >= 1 for size in range(1, batch + 1))
     most = schedule[min(schedule)]
-    fields = {"max_draft_len": most, "speculative_model": "draft", "draft_len_schedule": schedule}
+    fields = {
+        "decoding_type": "DFlash",
+        "max_draft_len": most,
+        "speculative_model": "draft",
+        "draft_len_schedule": schedule,
+    }
     LlmArgs.model_validate({"max_batch_size": batch, "speculative_config": fields})
 
 
