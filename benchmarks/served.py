@@ -25,17 +25,18 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import httpx
+import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.turns import ANSWERS, Turn, show, summary, write_report
+from dflash_serve.backend import LookingBackend, ServerBackend, server_backend
 from dflash_serve.bench.settings import deployed_variants
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
 from dflash_serve.deployment import Deployment
 from dflash_serve.server_adapter import running_server
-from dflash_torch.backend import EmbeddedBackend
 from tests.support.prompts import Messages, human_eval
 
 PROMPTS = 160
@@ -63,21 +64,26 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of every way, beside those of the warm-up.")] = 12,
     seconds: Annotated[float, typer.Option(help="Seconds of one turn.")] = 5.0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
+    backend: Annotated[
+        str, typer.Option(help="torch, sglang or vllm; on a GPU these two take one way at a time.")
+    ] = "torch",
+    target: Annotated[str, typer.Option(help="Target.")] = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Drafter.")] = "smollm2",
     output: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
 ) -> None:
     """Measure all ways side by side."""
     sizes = [int(size) for size in users.split(",")]
     deployment = Deployment.model_validate(
         {
-            "target": {"model": "smollm2"},
-            "drafter": {"model": "smollm2"},
-            "hardware": {"gpu": "none", "dtype": dtype},
+            "target": {"model": target},
+            "drafter": {"model": drafter},
+            "hardware": {"gpu": None if torch.cuda.is_available() else "none", "dtype": dtype},
             "limits": {"max_batch_size": max(sizes), "max_model_len": 1024},
         }
     )
     results = []
     with ExitStack() as stack:
-        servers, env = start(deployment, ways.split(","), stack)
+        servers, env = start(deployment, ways.split(","), server_backend(backend), stack)
         for size in sizes:
             found = asyncio.run(Load(servers, size, seconds).turns(turns))
             results.append({"users": size, **summary(found)})
@@ -85,10 +91,13 @@ def main(
     write_report({"dtype": dtype, "turns": turns, "seconds": seconds}, results, output, servers=dict(env))
 
 
-def start(deployment: Deployment, ways: list[str], stack: ExitStack) -> tuple[dict[str, Server], Mapping[str, str]]:
+def start(
+    deployment: Deployment, ways: list[str], backend: ServerBackend, stack: ExitStack
+) -> tuple[dict[str, Server], Mapping[str, str]]:
     """A stopped server for each way, and the environment of all; they end with `stack`."""
-    backend, servers = EmbeddedBackend(), {}
-    folder, env = Path(stack.enter_context(TemporaryDirectory())), backend.look()
+    servers: dict[str, Server] = {}
+    folder = Path(stack.enter_context(TemporaryDirectory()))
+    env = backend.look() if isinstance(backend, LookingBackend) else {}
     for way, variant in deployed_variants(deployment, ways, backend).items():
         before = _children()
         url = stack.enter_context(running_server(backend, variant, folder / way.replace(" ", "-"), env=env))

@@ -41,12 +41,16 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of every way in a round.")] = 100,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "auto",
     burst: Annotated[bool, typer.Option("--burst", help="Start all requests together, 96 tokens each.")] = False,
+    target: Annotated[str, typer.Option(help="Target.")] = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Drafter.")] = "smollm2",
+    max_model_len: Annotated[int, typer.Option(help="Longest prompt with its answer, in tokens.")] = 1024,
     output: Annotated[Path | None, typer.Option(help="File for the JSON.")] = None,
 ) -> None:
-    """Measure all ways side by side, SmolLM2 with the bundled drafter."""
+    """Measure all ways side by side."""
     sizes = [int(size) for size in concurrency.split(",")]
     tokens = 96 if burst else ANSWERS[1]
-    bench = Bench("smollm2", "smollm2", ways.split(","), tokens=tokens, most=max(sizes), dtype=dtype)
+    limits = {"max_batch_size": max(sizes), "max_model_len": max_model_len}
+    bench = Bench(target, drafter, ways.split(","), tokens=tokens, dtype=dtype, **limits)
     if burst:
         bench.round(min(sizes), 0)  # warm-up, not counted
         results = [{"concurrency": size, **bursts([bench.round(size, n) for n in range(rounds)])} for size in sizes]
@@ -92,9 +96,9 @@ class Bench:
     """One engine for each way, all on the same weights."""
 
     def __init__(
-        self, target: str, drafter: str, ways: list[str], *, tokens: int, most: int, dtype: str = "auto"
+        self, target: str, drafter: str, ways: list[str], *, tokens: int, dtype: str = "auto", **limits: int
     ) -> None:
-        llm = LLM(target, drafter, max_batch_size=most, max_model_len=1024, dtype=dtype)
+        llm = LLM(target, drafter, dtype=dtype, **limits)
         assert isinstance(llm.engine, EmbeddedEngine)
         full, block_size = llm.engine, llm.engine.block_size
         assert block_size is not None
@@ -114,10 +118,10 @@ class Bench:
         return {way: self._figures(stream.outputs(), turns[way].seconds) for way, stream in streams.items()}
 
     def _figures(self, outputs: list[RequestOutput], seconds: float) -> dict[str, Any]:
-        assert all(len(output.token_ids) == self.tokens for output in outputs)
+        tokens = sum(len(output.token_ids) for output in outputs)
         statistics = total(output.statistics for output in outputs)
         return {
-            "tokens_per_second": len(outputs) * self.tokens / seconds,
+            "tokens_per_second": tokens / seconds,
             "acceptance_length": statistics.acceptance_length,
             "tokens_per_step": statistics.tokens_per_step,
         }

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -37,8 +38,10 @@ class Turn(NamedTuple):
 def in_turns(streams: Mapping[str, Stream], seed: int, chunks: int | None = None) -> dict[str, Turn]:
     """Runs streams by a chunk of each in turn, `chunks` times or to their ends.
 
-    The order changes with every turn, so that no way always runs after the one whose steps empty the caches.
+    The order changes with every turn, so that no way always runs after the one whose steps empty the caches. On a GPU a
+    way runs all its chunks in one turn and waits for the device, which may still work at a step that nobody has read.
     """
+    on_gpu = torch.cuda.is_available()
     tokens, seconds, running = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams)
     chance, turn = Random(seed), 0
     while running and turn != chunks:
@@ -46,12 +49,13 @@ def in_turns(streams: Mapping[str, Stream], seed: int, chunks: int | None = None
         chance.shuffle(running)
         for way in running.copy():
             start = perf_counter()
-            chunk = next(streams[way], None)
+            found = list(islice(streams[way], chunks if on_gpu else 1))
+            if on_gpu:
+                torch.cuda.synchronize()
             seconds[way] += perf_counter() - start
-            if chunk is None:
+            tokens[way] += sum(len(chunk.token_ids) for chunk in found)
+            if not found or on_gpu:
                 running.remove(way)
-            else:
-                tokens[way] += len(chunk.token_ids)
     return {way: Turn(tokens[way], seconds[way]) for way in streams}
 
 

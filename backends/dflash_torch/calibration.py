@@ -184,6 +184,7 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts
 
 
 class _FreeDrafts(Speculator):
+    on_device = False
     ready: Sequence[list[int]] = ()
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:

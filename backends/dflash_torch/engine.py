@@ -22,6 +22,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
+from dflash_serve.models.attention import flashinfer_problem
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
@@ -270,7 +271,9 @@ class EmbeddedEngine:
         self.scheduler.cache_manager.holds.clear()
 
     def plain(self) -> EmbeddedEngine:
-        return self._with(None, FixedWidth(1))
+        made = self._with(None, FixedWidth(1))
+        made.scheduler.prepare()
+        return made
 
     def fixed(self, width: int, fault: str | None = None) -> EmbeddedEngine:
         if self.scheduler.speculator is None:
@@ -285,7 +288,10 @@ class EmbeddedEngine:
             if fault not in found:
                 raise UserError(f"there is no {fault!r}", where="fault", do=f"known for this pair: {', '.join(found)}")
             speculator = found[fault].change(speculator)
-        return self._with(speculator, FixedWidth(width), reuse_prefixes=False)
+        made = self._with(speculator, FixedWidth(width), reuse_prefixes=False)
+        if fault is None:
+            made.scheduler.prepare()
+        return made
 
     def _with(
         self, speculator: Speculator | None, policy: FixedWidth, *, reuse_prefixes: bool = True
@@ -305,10 +311,14 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
         do = "run it there, or none"
         raise UserError(f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do=do)
     device = "cuda" if has_gpu and gpu != "none" else "cpu"
-    compiled = deployment.engine_args.get("torch", {}).get("operators") != "plain"
+    operators = deployment.engine_args.get("torch", {}).get("operators", "auto")
+    compiled, flashinfer = operators != "plain", operators == "flashinfer"
     dtype = choose_dtype(deployment, device, compiled=compiled)
+    if flashinfer and (problem := flashinfer_problem(device, dtype)):
+        raise UserError(problem, where="engine_args.torch.operators", do="leave it out, or install the extra `cuda`")
     target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
     target.pack(compiled=compiled)
+    target.operators.flashinfer = flashinfer
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None
     policy: WidthPolicy = FixedWidth(1)
@@ -317,6 +327,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
         name, revision = deployment.drafter.model, deployment.drafter.revision
         loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
         drafter = FusedDrafter(loaded, compiled=compiled)
+        drafter.operators.flashinfer = flashinfer
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)

@@ -27,8 +27,8 @@ from .server.settings import ServerSettings
 
 # Exists on machines with an NVIDIA driver, where the GPU's memory counts; only the extra `[cuda]` can read it.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-# Requests at once where the deployment leaves the number open.
-MOST_REQUESTS = 32
+# Requests at once where the deployment leaves the number open, on a CPU and on a GPU.
+MOST_REQUESTS, MOST_ON_GPU = 32, 128
 # Share of the free memory that K/V of an open number of requests may take; activations and other processes need some.
 USED_SHARE = 0.8
 
@@ -65,13 +65,14 @@ def needed_bytes(
 def with_batch_size(deployment: Deployment) -> Deployment:
     """The deployment with `limits.max_batch_size` filled in where it is left open.
 
-    It is the largest power of two, up to `MOST_REQUESTS`, whose K/V at full length fits into the free memory.
+    It is the largest power of two, up to `MOST_REQUESTS` or `MOST_ON_GPU`, whose K/V at full length fits into the free
+    memory.
     """
     if deployment.limits.max_batch_size is not None:
         return deployment
     free, on_gpu = _free(deployment)
     room = None if free is None else free * USED_SHARE
-    batch, models = MOST_REQUESTS, sizes(deployment)
+    batch, models = MOST_ON_GPU if on_gpu else MOST_REQUESTS, sizes(deployment)
     while batch > 1 and room is not None and needed_bytes(deployment, *models, on_gpu=on_gpu, batch=batch) > room:
         batch //= 2
     limits = deployment.limits.model_copy(update={"max_batch_size": batch})
@@ -134,8 +135,8 @@ def own_arguments(deployment: Deployment) -> EngineArgs:
 
 
 def with_operators(deployment: Deployment, operators: str) -> Deployment:
-    """The deployment with the operators of the server's environment; `plain` overrides the deployment."""
-    if operators != "plain":
+    """The deployment with the operators of the server's environment; others than `auto` override the deployment."""
+    if operators == "auto":
         return deployment
     own = {**own_arguments(deployment), "operators": operators}
     return deployment.model_copy(update={"engine_args": {**deployment.engine_args, "torch": own}})
@@ -184,7 +185,7 @@ def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
     target, drafter = sizes(deployment)
     batch = filled.limits.max_batch_size
     if deployment.limits.max_batch_size is None:
-        why = f"{MOST_REQUESTS}, or the power of two whose K/V the free memory holds"
+        why = f"{MOST_REQUESTS}, {MOST_ON_GPU} on a GPU, or the power of two whose K/V the free memory holds"
         yield Choice("limits.max_batch_size", f"{batch}", why)
     if deployment.limits.max_model_len is None:
         yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
@@ -22,7 +23,7 @@ from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions, to_device
 from dflash_serve.models.target import TargetModel, TargetOutput
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,23 @@ def _no_garbage_collected() -> Iterator[None]:  # a graph that is destroyed whil
             gc.enable()
 
 
+class Fetched:
+    """A tensor on its way to the host. The copy does not stop the device; `tolist` waits for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.host, self.arrived = tensor, None
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def tolist(self) -> Any:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host.tolist()
+
+
 class Runner:
     """Passes of one model over the requests of a K/V cache: captured where a shape fits, ragged where none does.
 
@@ -197,11 +215,24 @@ class Runner:
         self, shape: Shape, kind: object, spans: Sequence[Span], rows: Sequence[Sequence[int]], work: Work
     ) -> list[Tensor]:
         """The outputs of `work`, without padded rows; it takes the shape's table and is captured for each `kind`."""
-        table = torch.tensor(shape.table(spans, rows)).to(self.cache.keys.device, non_blocking=True)
+        outputs = self._run(shape, kind, to_device(shape.table(spans, rows), self.cache.keys.device), work)
+        real = shape.real_rows(spans)
+        kept = real if isinstance(real, slice) else to_device(real, self.cache.keys.device)
+        return [output[kept] for output in outputs]
+
+    def _run(self, shape: Shape, kind: object, table: Tensor, work: Work) -> tuple[Tensor, ...]:
         if (shape, kind) not in self.captured:
             self.captured[shape, kind] = StaticPass(work, [table])
-        kept = shape.real_rows(spans)
-        return [output[kept] for output in self.captured[shape, kind](table)]
+        return self.captured[shape, kind](table)
+
+    def _blocks(self, shape: Shape, kind: object, table: Tensor, width: int, work: Work) -> list[Tensor]:
+        """Outputs [N, width, ...] for a table [N, 2 + ...] on the device: entries, starts, numbers of each request."""
+        count, columns = table.shape
+        table = F.pad(table, (0, 2 + shape.width - columns))
+        if count < shape.requests:
+            table = table[torch.arange(shape.requests, device=table.device).clamp(max=count - 1)]
+        outputs = self._run(shape, kind, table, work)
+        return [output.unflatten(0, (shape.requests, shape.width))[:count, :width] for output in outputs]
 
     def _padded(
         self, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
@@ -238,10 +269,24 @@ class TargetRunner(Runner):
         fits = [self.static and self.shapes.fit([span]) is not None for span in spans]
         if any(fits) and not all(fits):
             return self._in_two(rows, spans, layer_ids, fits)
-        token_ids = torch.tensor([token for row in rows for token in row], device=self.target.device)
+        token_ids = to_device([token for row in rows for token in row], self.target.device)
         attend = self.target.attention(self.cache, spans)
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
         return output
+
+    def blocks(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """One padded pass over blocks of the same width; it does not wait for the device.
+
+        Args:
+            table: int64 [N, 2 + W]: the entry, the first position and the token ids of each block.
+            shape: a shape that holds them.
+
+        Returns:
+            hidden [N, W, H] and features [N, W, F*H], which the next pass overwrites.
+        """
+        work = partial(self._work, shape=shape, layer_ids=layer_ids)
+        hidden, *features = self._blocks(shape, layer_ids, table, table.shape[1] - 2, work)
+        return hidden, features[0] if features else None
 
     def _in_two(
         self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
@@ -283,15 +328,30 @@ class DrafterRunner(Runner):
             if shape.width == size:
                 self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
+    def fit(self, drafter: Drafter, starts: Sequence[tuple[int, int]]) -> Shape | None:
+        """The padded shape of blocks at these (cache entry, position); None = no shape holds them."""
+        size = drafter.config.rows(self.block_size)
+        return self._shapes(size).fit([Span(entry, start, size) for entry, start in starts]) if self.static else None
+
+    def blocks(self, drafter: Drafter, table: Tensor, shape: Shape) -> Tensor:
+        """One padded pass over blocks [anchor, mask, ...], hidden [N, rows, H]; it does not wait for the device.
+
+        Args:
+            table: int64 [N, 3]: the entry, the first position and the anchor of each block.
+            shape: from `fit`.
+        """
+        work = partial(self._work, drafter, shape=shape)
+        return self._blocks(shape, drafter, table, drafter.config.rows(self.block_size), work)[0]
+
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
         size = drafter.config.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
-        shape = self._shapes(size).fit(spans) if self.static else None
+        shape = self.fit(drafter, starts)
         if shape is not None:
             work = partial(self._work, drafter, shape=shape)
             return self._replay(shape, drafter, spans, [[anchor] for anchor in anchors], work)[0]
-        noise = drafter.noise(torch.tensor(anchors, device=self.embedding.device), self.embedding, self.block_size)
+        noise = drafter.noise(to_device(anchors, self.embedding.device), self.embedding, self.block_size)
         attend = drafter.attention(self.cache, spans)
         hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
         return hidden

@@ -58,6 +58,14 @@ class Request:
         """Tokens that it may still gain."""
         return self.limit - len(self.token_ids)
 
+    @property
+    def needs_no_host(self) -> bool:
+        """Its next tokens depend on the target's logits and its seed alone, and only they are asked for."""
+        params = self.params
+        if self.grammar is not None or params.penalised or params.logit_bias or params.logprobs is not None:
+            return False
+        return params.min_tokens <= len(self.token_ids) - self.prompt_length
+
     def find_end(self, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
         """Number of a step's tokens that belong to the answer, with its stop token; sets the finish_reason at its end.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_serve.backend import TokenLogprob
+from dflash_serve.models.kv_cache import to_device
 from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
-from dflash_serve.speculation.noise import BlockNoise
+from dflash_serve.speculation.noise import BlockNoise, draw
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, greedy_tokens, probabilities
 
+from .model_runner import Fetched
 from .request import Request
 
 log = logging.getLogger(__name__)
@@ -47,10 +49,27 @@ class Sampler:
         self._params: list[SamplingParams] = []
         self._batch: SamplingBatch | None = None
 
+    def choose(self, requests: Sequence[Request], logits: Tensor, seeds: Tensor, first: Tensor) -> Tensor:
+        """The target's own token in every row, int64 [N, W]; BROKEN where logits are not finite. It does not wait.
+
+        Args:
+            requests: that need no host (`Request.needs_no_host`).
+            logits: [N, W, V].
+            seeds, first: int64 [N], the requests' seeds and the tokens of their answers so far.
+        """
+        highest, tokens = logits.max(-1)
+        if not all(request.params.greedy for request in requests):
+            batch = self._collated([request.params for request in requests], logits)
+            noise = BlockNoise.of(seeds, first, logits.shape[1])
+            tokens = draw(probabilities(logits, batch), noise.draw)
+        return torch.where(highest.isfinite(), tokens, BROKEN)
+
     def __call__(
         self, requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
-    ) -> list[StepResult]:
-        """The tokens that each request gains: its accepted drafted tokens and the bonus token.
+    ) -> Callable[[], list[StepResult]]:
+        """Chooses the tokens that each request gains: its accepted drafted tokens and the bonus token.
+
+        The function that is returned waits for them.
 
         Args:
             drafts: `width - 1` drafted tokens of each request.
@@ -75,34 +94,43 @@ def _sample(
     drafts: Sequence[list[int]],
     logits: Tensor,
     eos_token_ids: Sequence[int],
-) -> list[StepResult]:
+) -> Callable[[], list[StepResult]]:
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
-    padded_draft = _pad([torch.tensor(draft, dtype=torch.int64) for draft in drafts], value=-1).to(device)
+    most = max(widths) - 1
+    padded_draft = to_device([[*draft, *[-1] * (most - len(draft))] for draft in drafts], device)
     raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
     padded = _allowed(requests, drafts, raw, eos_token_ids)
     counts: TokenCounts | None = None
     if batch.penalised:
         prompts = [request.token_ids[: request.prompt_length] for request in requests]
         counts = TokenCounts.of(prompts, [request.output_ids for request in requests], logits.shape[-1], device)
-    width_tensor = torch.tensor(widths, device=device)
+    width_tensor = to_device(widths, device)
     acceptance: Acceptance
     if batch.all_greedy:
         acceptance = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
     else:
-        seeds = torch.tensor([request.seed for request in requests], device=device)
-        first = torch.tensor([len(request.output_ids) for request in requests], device=device)
+        seeds = to_device([request.seed for request in requests], device)
+        first = to_device([len(request.output_ids) for request in requests], device)
         noise = BlockNoise.of(seeds, first, padded.shape[1])
         p = probabilities(padded, batch, counts, padded_draft)
         acceptance = accept_sampled(padded_draft, p, width_tensor, noise)
     committed = acceptance.committed(padded_draft)
-    committed = torch.where((committed < 0) | raw.amax(-1).isfinite(), committed, BROKEN)
-    gained = [[token for token in tokens if token != UNUSED] for tokens in committed.tolist()]
-    return [_result(*each) for each in zip(requests, gained, raw, strict=True)]
+    fetched = Fetched(torch.where((committed < 0) | raw.amax(-1).isfinite(), committed, BROKEN))
+
+    def results() -> list[StepResult]:
+        gained = [[token for token in tokens if token != UNUSED] for tokens in fetched.tolist()]
+        return [result_of(*each) for each in zip(requests, gained, raw, strict=True)]
+
+    return results
 
 
-def _result(request: Request, tokens: list[int], rows: Tensor) -> StepResult:
-    """The step's result of one request, which fails if a token could not be chosen. rows [W, V]: its raw logits."""
+def result_of(request: Request, tokens: list[int], rows: Tensor | None = None) -> StepResult:
+    """The step's result of one request, which fails if a token could not be chosen.
+
+    Args:
+        rows: [W, V], its raw logits; needed where logprobs are asked for.
+    """
     if BROKEN in tokens:
         request.failure, tokens = NOT_FINITE, []
         log.error("%s: a request ends with an error", NOT_FINITE)
@@ -116,24 +144,30 @@ def _takes_the_likeliest(request: Request) -> bool:  # the next tokens depend on
     return params.greedy and params.min_tokens <= len(request.output_ids)
 
 
-def _take_the_likeliest(requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor) -> list[StepResult]:
+def _take_the_likeliest(
+    requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor
+) -> Callable[[], list[StepResult]]:
     values, likeliest = logits.max(-1)  # argmax takes 4 times as long in bfloat16 on a CPU
-    best, first, results = torch.where(values.isfinite(), likeliest, BROKEN).tolist(), 0, list[StepResult]()
-    for request, draft in zip(requests, drafts, strict=True):
-        chosen, rows = best[first : first + 1 + len(draft)], logits[first : first + 1 + len(draft)]
-        accepted = next((slot for slot, token in enumerate(draft) if token != chosen[slot]), len(draft))
-        tokens = chosen[: accepted + 1]
-        results.append(_result(request, tokens, rows))
-        first += len(chosen)
+    fetched = Fetched(torch.where(values.isfinite(), likeliest, BROKEN))
+
+    def results() -> list[StepResult]:
+        best, first, found = fetched.tolist(), 0, list[StepResult]()
+        for request, draft in zip(requests, drafts, strict=True):
+            chosen, rows = best[first : first + 1 + len(draft)], logits[first : first + 1 + len(draft)]
+            accepted = next((slot for slot, token in enumerate(draft) if token != chosen[slot]), len(draft))
+            found.append(result_of(request, chosen[: accepted + 1], rows))
+            first += len(chosen)
+        return found
+
     return results
 
 
-def _logprobs(rows: Tensor, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
-    if top is None:
+def _logprobs(rows: Tensor | None, tokens: list[int], top: int | None) -> list[TokenLogprob] | None:
+    if top is None or rows is None:
         return None
     # rows [W, V]; exact under speculation, since row j decided token j
     logprobs = rows[: len(tokens)].float().log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(-1, to_device(tokens, rows.device)[:, None])[:, 0].tolist()
     best = logprobs.topk(top, dim=-1)
     tops = [list(zip(i, v, strict=True)) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return [TokenLogprob(*entry) for entry in zip(tokens, chosen, map(tuple, tops), strict=True)]

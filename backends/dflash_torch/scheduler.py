@@ -8,24 +8,25 @@ request; prefill is the case of a long pending part and no draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from dflash_serve.errors import UserError
-from dflash_serve.models.kv_cache import Span
+from dflash_serve.models.kv_cache import Span, to_device
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+from .block_step import BlockStep, BlockSteps
 from .grammar import Grammar
 from .model_runner import TargetRunner
 from .request import KVCacheManager, Request
-from .sampler import Sampler, StepResult, last_rows
+from .sampler import Sampler, StepResult, last_rows, result_of
 from .speculator import Speculator
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,14 @@ class Scheduler:
         self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
         self.sample = Sampler()
+        self._ahead: BlockStep | None = None  # launched, and not read yet
+        self._read_at = 0.0  # time at which the last block step was read
         self.joined = 0
         self.statistics = AcceptanceStatistics()  # acceptance of all requests since the start
+
+    @property
+    def block_steps(self) -> BlockSteps:
+        return BlockSteps(self.target_runner, self.speculator, self.sample)
 
     @property
     def free_entries(self) -> list[int]:
@@ -165,25 +172,85 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> list[StepResult]:
-        """Runs one step of every running request; finished requests leave."""
+        """Runs one step of every running request; finished requests leave.
+
+        Where requests need no host (`block_step`), the step after this one is launched before this one's tokens are
+        read. Requests with a prompt to compute run beside it and join it later. On a CPU a step is launched and read.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._ahead = None
+            raise
+
+    def _step(self) -> list[StepResult]:
         start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
+        step, running = self._ahead, {request.id for request in requests}
+        if step is None or running.isdisjoint(request.id for request in step.requests):
+            step = self._launch(decoding, None)
+        others = [request for request in requests if step is None or not request.is_decoding]
         context_tokens = sum(request.verified for request in decoding)
+        read = self._run(others, context_tokens) if others else list
+        self._ahead = self._launch(decoding, step) if step else None
+        results = self._read(step, running) if step else []
+        read_at, self._read_at = self._read_at, perf_counter()
+        results += read()
+        # Every token is on the host by now. Steps with a prefill or a capture are not timed.
+        seconds = None
+        if len(decoding) == len(requests) and self._prepared == prepared:
+            seconds = (self._read_at - max(step.launched, read_at)) if step else perf_counter() - start
+        verified = {request.id for request in decoding}
+        if learnt := [result.request for result in results if result.request.id in verified]:
+            ids, last = [request.id for request in learnt], [request.steps[-1] for request in learnt]
+            widths, counts = [width for width, _ in last], [count for _, count in last]
+            self.policy.observe(Step(ids, widths, counts, seconds, step.context_tokens if step else context_tokens))
+        return [self._finish(result) for result in results]
+
+    def _launch(self, decoding: Sequence[Request], before: BlockStep | None) -> BlockStep | None:
+        """A block step of these requests, behind the one whose tokens are not read yet; None where none can be."""
+        requests = self.block_steps.candidates(decoding, before)
+        if not requests:
+            return None
+        widths = [1] * len(requests)
+        if self.speculator is not None:
+            undraftable = {request.id for request in requests if not request.draftable}
+            context_tokens = sum(request.verified for request in requests)
+            widths = self.policy.widths([request.id for request in requests], context_tokens, undraftable)
+        plan = self.block_steps.plan(requests, before, widths)
+        if plan is None:
+            return None
+        return self.block_steps.launch(plan, before, self._wanted_features(requests))
+
+    def _read(self, step: BlockStep, running: Collection[int]) -> list[StepResult]:
+        """Waits for a block step's tokens; requests that left meanwhile are passed over."""
+        results = list[StepResult]()
+        for row, (request, found) in enumerate(zip(step.requests, step.fetched.tolist(), strict=True)):
+            if request.id not in running:
+                continue
+            width = min(step.width, request.remaining)
+            results.append(result_of(request, found[: min(found[-1] + 1, width)]))
+            injected = request.id in step.injected
+            self._commit(results[-1], 1, width, None if injected or step.features is None else step.features[row])
+            if injected:
+                request.injected = request.verified
+        return results
+
+    def _run(self, requests: list[Request], context_tokens: int) -> Callable[[], list[StepResult]]:
+        """Launches a step of requests of any kind; the function that is returned reads and commits it."""
         drafts = self._draft(requests, context_tokens)
         pending = [request.pending[: self.prefill_rows] for request in requests]
         hidden, features = self._verify(requests, pending, drafts, self._wanted_features(requests))
-        accepted = self._accept(requests, pending, drafts, hidden)
-        results = [accepted.get(index) or StepResult(request, []) for index, request in enumerate(requests)]
-        for index, result in enumerate(results):
-            self._commit(result, len(pending[index]), drafts[index], features[index])
-        # Every token is on the host by now. Steps with a prefill or a capture are not timed.
-        is_usual = len(decoding) == len(requests) and self._prepared == prepared
-        seconds = perf_counter() - start if is_usual else None
-        if decoding:
-            ids, last = [request.id for request in decoding], [request.steps[-1] for request in decoding]
-            widths, counts = [width for width, _ in last], [count for _, count in last]
-            self.policy.observe(Step(ids, widths, counts, seconds, context_tokens))
-        return [self._finish(result) for result in results]
+        sampled = self._accept(requests, pending, drafts, hidden)
+
+        def read() -> list[StepResult]:
+            accepted = {result.request.id: result for result in sampled()}
+            results = [accepted.get(request.id) or StepResult(request, []) for request in requests]
+            for result, tokens, draft, rows in zip(results, pending, drafts, features, strict=True):
+                self._commit(result, len(tokens), 1 + len(draft), rows)
+            return results
+
+        return read
 
     def _draftable_worth(self) -> int:
         if self.speculator is None or self.policy.paused:
@@ -222,7 +289,7 @@ class Scheduler:
         """
         if self.speculator is None:
             return ()
-        if len(requests) < LARGE_BATCH or not self.policy.paused:
+        if len(self.running) < LARGE_BATCH or not self.policy.paused:
             return self.speculator.target_layer_ids if any(request.draftable for request in requests) else ()
         if self.cache_manager.reuse:
             self.speculator.inject(requests)
@@ -252,23 +319,21 @@ class Scheduler:
 
     def _accept(
         self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
-    ) -> dict[int, StepResult]:
+    ) -> Callable[[], list[StepResult]]:
         heads = [i for i, request in enumerate(requests) if len(pending[i]) == len(request.pending)]
         if not heads:
-            return {}
+            return list
         rows = last_rows(pending, drafts, heads)
-        logits = self.target.logits(hidden if rows is None else hidden[rows])
-        results = self.sample(
-            [requests[i] for i in heads], [drafts[i] for i in heads], logits, self.target.config.eos_token_ids
-        )
-        return dict(zip(heads, results, strict=True))
+        logits = self.target.logits(hidden if rows is None else hidden[to_device(rows, hidden.device)])
+        chosen, eos = [requests[i] for i in heads], self.target.config.eos_token_ids
+        return self.sample(chosen, [drafts[i] for i in heads], logits, eos)
 
-    def _commit(self, result: StepResult, pending: int, draft: list[int], features: Tensor | None) -> None:
+    def _commit(self, result: StepResult, pending: int, width: int, features: Tensor | None) -> None:
         request, accepted = result.request, max(0, len(result.token_ids) - 1)
         if request.is_decoding:
             for statistics in (request.statistics, self.statistics):
-                statistics.record(1 + len(draft), accepted)
-            request.steps.append((1 + len(draft), accepted))
+                statistics.record(width, accepted)
+            request.steps.append((width, accepted))
         request.verified += pending + accepted
         request.token_ids += result.token_ids
         if features is not None and self.speculator is not None and request.draftable and request.failure is None:

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
+from torch import Tensor
 
-from dflash_serve.models.drafter import Drafter, HotHead, propose
-from dflash_serve.models.kv_cache import KVCache, Span, span_positions
+from dflash_serve.models.drafter import Drafter, HotHead, propose, propose_blocks
+from dflash_serve.models.kv_cache import KVCache, Span, span_positions, to_device
 from dflash_serve.models.target import TargetModel
 
-from .model_runner import DrafterRunner
+from .model_runner import DrafterRunner, Shape
 from .request import Request
 
 
 class Speculator:
     """A drafter with its context K/V, which has one entry for each request, as the target's cache has."""
+
+    on_device = True  # False = its drafts, or the features that it gets, are changed on the host
 
     def __init__(
         self, drafter: Drafter, target: TargetModel, *, block_size: int, max_batch_size: int, capacity: int
@@ -55,11 +58,35 @@ class Speculator:
         if min(counts) == max(counts):  # a slice needs no index on the device
             hidden = hidden.unflatten(0, (-1, size))[:, first : first + counts[0]].flatten(0, 1)
         else:
-            hidden = hidden[[n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]]
+            rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
+            hidden = hidden[to_device(rows, hidden.device)]
         grammars = [request.grammar for request in requests]
         if self.hot_head is None or any(grammar is not None for grammar in grammars):
             return propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
         return self.hot_head.target_ids(propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
+
+    def draft_blocks(self, requests: Sequence[Request], table: Tensor, shape: Shape, slots: int) -> Tensor:
+        """Greedy drafts [N, slots] on the device, for blocks of one width; it does not wait for the device.
+
+        Args:
+            requests: without a grammar, in the order of the table.
+            table: int64 [N, 3]: the entry, the first position and the anchor of each block.
+            shape: of the drafter's pass (`DrafterRunner.fit`).
+        """
+        hidden, first = self.drafter_runner.blocks(self.drafter, table, shape), self.drafter.config.first_row
+        head = self.hot_head or self.target.draft_logits
+        drafts = propose_blocks(self.drafter, head, hidden[:, first : first + slots], table[:, 2])
+        return drafts if self.hot_head is None else self.hot_head.ids[drafts]
+
+    def inject_blocks(self, table: Tensor, features: Tensor) -> None:
+        """Writes the context K/V of whole blocks' features [N, W, F*H], by a table as of `draft_blocks`.
+
+        Rows of rejected slots are written, too. The next block of the request begins before them and overwrites them.
+        """
+        positions = table[:, 1:2] + torch.arange(features.shape[1], device=table.device)
+        entries, flat = table[:, :1].expand_as(positions).reshape(-1), positions.reshape(-1)
+        context = self.drafter.project_context(features.flatten(0, 1))
+        self.cache.write_all_rows(entries, flat, *self.drafter.context_kv(context, flat))
 
     def inject(self, requests: Sequence[Request]) -> None:
         """Writes the context K/V of tokens verified since the last call; nothing older is recomputed."""

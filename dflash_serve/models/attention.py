@@ -3,8 +3,9 @@
 One model so serves a preallocated cache, an engine's own pages and training's masks. `RaggedAttention` takes requests
 of any number of rows one after another: the fastest on a CPU. `PackedCausalAttention` takes whole sequences and keeps
 no K/V. `PaddedAttention` takes the same number of rows of every sequence in one SDPA a layer: on a GPU one kernel for
-each sequence would cost more than its work, and fixed shapes can be captured in a CUDA graph. `FlashInferAttention`
-runs a ragged step by FlashInfer's paged kernels (flashinfer-python 0.7.2, extra `[cuda]`); it has not run on a GPU yet.
+each sequence would cost more than its work, and fixed shapes can be captured in a CUDA graph. `PromptAttention` does
+the same for prompts of different lengths. `FlashInferAttention` runs a ragged step by FlashInfer's paged kernels
+(flashinfer-python 0.7.2, extra `[cuda]`). It has not run on a GPU yet, so it is used only where it is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.kv_cache import KVCache, Span, span_entries, span_positions
+from dflash_serve.models.kv_cache import KVCache, Span, span_entries, span_positions, to_device
 
 
 class Attend(Protocol):
@@ -31,15 +32,19 @@ class Attend(Protocol):
         ...
 
 
-def ragged_attention(cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> Attend:
-    """Attention of one step over a flat batch of spans: FlashInfer's on a GPU that has it, else `RaggedAttention`.
+def ragged_attention(
+    cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int, *, flashinfer: bool = False
+) -> Attend:
+    """Attention of one step over a flat batch of spans, by the fewest launches on a GPU.
 
-    FlashInfer has no kernels for fp32. Its windows limit the left side only, so a bidirectional block must not be
-    longer than its window.
+    Args:
+        flashinfer: use FlashInfer's kernels where they can. Their windows limit the left side only, so a bidirectional
+            block must not be longer than its window.
     """
-    half = cache.keys.device.type == "cuda" and cache.keys.dtype in (torch.bfloat16, torch.float16)
-    if half and _flashinfer_installed() and windows_fit(spans, kinds):
+    if flashinfer and windows_fit(spans, kinds):
         return FlashInferAttention(cache, spans, kinds, heads)
+    if cache.keys.device.type == "cuda" and PromptAttention.fits(spans, kinds, heads):
+        return PromptAttention(cache, spans, kinds, heads)
     return RaggedAttention(cache, spans, kinds, heads)
 
 
@@ -186,16 +191,50 @@ class PaddedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write_rows(layer, self.row_entries, self.row_positions, k, v)
+        return self.read(layer, q)
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of q [N * W, heads, head_dim] over K/V that are in the cache."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         count, width = self.shape
         heads, head_dim = q.shape[1:]
-        kv_heads = k.shape[1]
+        kv_heads = keys.shape[1]
         folded = q.view(count, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         folded, seen = folded.reshape(count, kv_heads, -1, head_dim), slice(0, self.length)
         mask = self.masks[self.kinds[layer]]
         out = F.scaled_dot_product_attention(folded, keys[self.entries, :, seen], values[self.entries, :, seen], mask)
         out = out.view(count, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(count * width, heads, head_dim)
+
+
+class PromptAttention:
+    """Attention of causal spans of different lengths, all sequences in one SDPA a layer. An `Attend`.
+
+    Only attention is padded. `RaggedAttention` would launch some eight kernels for each span and layer.
+    """
+
+    MOST = 2**28  # masked query rows x keys of a layer: half a GiB in bfloat16
+
+    @classmethod
+    def fits(cls, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> bool:
+        """There are several spans, all layers are causal, and the mask is not too large."""
+        longest, end = max(span.length for span in spans), max(span.start + span.length for span in spans)
+        small = len(spans) * longest * heads * end <= cls.MOST
+        return small and len(spans) > 1 and all(kind.causal for kind in kinds)
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span], kinds: Sequence[AttentionKind], heads: int) -> None:
+        device, longest = cache.keys.device, max(span.length for span in spans)
+        self.cache, self.rows = cache, len(spans) * longest
+        self.entries, self.positions = span_entries(spans, device), span_positions(spans, device)
+        entries, starts = to_device([[span.entry, span.start] for span in spans], device).unbind(1)
+        end = max(span.start + span.length for span in spans)
+        padded = starts[:, None] + torch.arange(longest, device=device)
+        self.padded = PaddedAttention(cache, entries, padded, end, kinds, heads)
+        self.places = to_device([n * longest + row for n, s in enumerate(spans) for row in range(s.length)], device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.write_rows(layer, self.entries, self.positions, k, v)
+        return self.padded.read(layer, q.new_zeros(self.rows, *q.shape[1:]).index_copy_(0, self.places, q))[self.places]
 
 
 WORKSPACE = 128 * 2**20  # bytes of workspace that FlashInfer's planner needs
@@ -249,10 +288,11 @@ class FlashInferAttention:
         return out
 
 
-@cache
-def _flashinfer_installed() -> bool:
-    # Cached: every step on a GPU asks.
-    return find_spec("flashinfer") is not None
+def flashinfer_problem(device: str, dtype: torch.dtype) -> str | None:
+    """The reason why FlashInfer's kernels cannot be used, if there is one."""
+    if device != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashInfer needs a GPU and half precision, and this is {device} in {dtype}"
+    return None if find_spec("flashinfer") else "FlashInfer is not installed"
 
 
 @cache

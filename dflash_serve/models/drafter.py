@@ -34,7 +34,7 @@ from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention import Attend, ragged_attention
 from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, GroupedConvolution, MarkovHead
-from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.kv_cache import KVCache, Span, to_device
 from dflash_serve.models.layers import (
     CompiledLinear,
     RotaryEmbedding,
@@ -270,6 +270,10 @@ def propose(
         counts: slots wanted of each block, 1 at least.
         filters: of each block; None = everything is allowed.
     """
+    if min(counts) == max(counts) and all(grammar is None for grammar in filters):
+        rows, first = hidden.unflatten(0, (len(counts), counts[0])), to_device(anchors, hidden.device)
+        chosen: list[list[int]] = propose_blocks(drafter, head, rows, first).tolist()
+        return chosen
     logits = drafter.adjust_logits((drafter.lm_head or head)(hidden))
     ends = list(accumulate(counts))
     blocks = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -282,15 +286,29 @@ def propose(
     elif free:
         most = max(counts[index] for index in free)  # a block with fewer slots repeats its last one
         places = [[blocks[i].start + min(slot, counts[i] - 1) for slot in range(most)] for i in free]
-        rows = torch.tensor(places, device=hidden.device)
-        path = Walk(drafter, hidden[rows], logits[rows]).whole_path([anchors[index] for index in free])
-        for index, tokens in zip(free, path, strict=True):
+        rows, first = to_device(places, hidden.device), to_device([anchors[i] for i in free], hidden.device)
+        path = Walk(drafter, hidden[rows], logits[rows]).whole_path(first)
+        for index, tokens in zip(free, path.tolist(), strict=True):
             drafts[index] = tokens[: counts[index]]
     for index, grammar in enumerate(filters):
         if grammar is not None:
             walk = Walk(drafter, hidden[None, blocks[index]], logits[None, blocks[index]])
             drafts[index] = grammar.fill(counts[index], partial(walk.choose_next, anchors[index]))
     return drafts
+
+
+def propose_blocks(drafter: Drafter, head: Head, hidden: Tensor, anchors: Tensor) -> Tensor:
+    """Drafted tokens [n, slots] of blocks with equally many slots and no filter; nothing waits for the device.
+
+    Args:
+        head: the target's, for a drafter that has none of its own.
+        hidden: [n, slots, H], after the final norm.
+        anchors: target ids [n].
+    """
+    logits = drafter.adjust_logits((drafter.lm_head or head)(hidden.flatten(0, 1)))
+    if drafter.markov_head is None and drafter.candidate_selector is None:
+        return drafter.target_ids(logits.argmax(dim=-1)).view(hidden.shape[:2])
+    return Walk(drafter, hidden, logits.unflatten(0, hidden.shape[:2])).whole_path(anchors)
 
 
 class Walk:
@@ -325,14 +343,13 @@ class Walk:
             return drafter.candidate_selector.best(scores, previous, hidden)
         return drafter.target_ids(scores.argmax(dim=-1))
 
-    def whole_path(self, anchors: Sequence[int]) -> list[list[int]]:
-        """The tokens of all slots of each block."""
-        previous, path = torch.tensor(anchors, device=self.hidden.device), []
+    def whole_path(self, anchors: Tensor) -> Tensor:
+        """Target ids [n, slots] of all slots of each block, from anchors [n]."""
+        previous, path = anchors, []
         for slot in range(self.hidden.shape[1]):
             previous = self.choose(slot, previous)
             path.append(previous)
-        chosen: list[list[int]] = torch.stack(path, dim=1).tolist()
-        return chosen
+        return torch.stack(path, dim=1)
 
     def choose_next(self, anchor: int, draft: Sequence[int], allowed: Tensor) -> int:
         """The best allowed token after a draft of one block: `SlotFilter.fill`'s `choose`."""
@@ -382,7 +399,8 @@ class HotHead:
 
     def __init__(self, head: nn.Module, token_ids: Sequence[int]) -> None:
         self.token_ids = list(token_ids)
-        rows = dense_weight(head)[torch.tensor(self.token_ids)]
+        self.ids = torch.tensor(self.token_ids, device=dense_weight(head).device)
+        rows = dense_weight(head)[self.ids]
         linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(rows, requires_grad=False)
         self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))

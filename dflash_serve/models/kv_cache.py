@@ -35,16 +35,22 @@ class CacheSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
+def to_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device | None = None) -> Tensor:
+    """An int64 tensor on a device. The host does not wait for the copy, as it would for pageable memory."""
+    on_gpu = device is not None and device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=True)
+
+
 def span_positions(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
     """Positions of a flat batch's rows, int64 [rows]."""
     if len(spans) == 1:
         return torch.arange(spans[0].start, spans[0].start + spans[0].length, device=device)
-    return torch.tensor([place for s in spans for place in range(s.start, s.start + s.length)], device=device)
+    return to_device([place for s in spans for place in range(s.start, s.start + s.length)], device)
 
 
 def span_entries(spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
     """Cache entries of a flat batch's rows, int64 [rows]."""
-    return torch.tensor([s.entry for s in spans for _ in range(s.length)], device=device)
+    return to_device([s.entry for s in spans for _ in range(s.length)], device)
 
 
 class KVCache:
@@ -107,7 +113,10 @@ class KVCache:
             self.keys[:, entry, :, start : start + length] = k.permute(1, 2, 0, 3)
             self.values[:, entry, :, start : start + length] = v.permute(1, 2, 0, 3)
             return
-        entries, positions = span_entries(spans, k.device), span_positions(spans, k.device)
+        self.write_all_rows(span_entries(spans, k.device), span_positions(spans, k.device), k, v)
+
+    def write_all_rows(self, entries: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v [rows, layers, kv_heads, head_dim] in every layer, at int64 entries and positions [rows]."""
         self.keys[:, entries, :, positions] = k.to(self.keys.dtype)
         self.values[:, entries, :, positions] = v.to(self.values.dtype)
 

@@ -71,6 +71,7 @@ class PlainOperators:
     """Operators between a layer's matrix products, by PyTorch."""
 
     name = "plain"
+    flashinfer = False  # attention of ragged passes by FlashInfer
     kernels = "plain"  # identity of the kernels: `kernels_id` of a compiled library, or "plain"
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:

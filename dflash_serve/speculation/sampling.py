@@ -70,10 +70,10 @@ class SamplingBatch:
                 raise ValueError(f"logit_bias: token id {token} is not in the vocabulary; use 0 to {vocab_size - 1}")
 
         def floats(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
+            return torch.tensor(values, dtype=torch.float32).to(device=device, non_blocking=True)
 
         def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return torch.tensor(values, dtype=torch.int64).to(device=device, non_blocking=True)
 
         def where(wanted: Callable[[SamplingParams], bool]) -> Tensor:
             return ints([i for i, p in enumerate(params) if wanted(p)])

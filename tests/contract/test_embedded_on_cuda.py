@@ -15,10 +15,16 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.checkpoint.target_config import TargetConfig
+from dflash_serve.models.attention import PromptAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel
+from dflash_serve.speculation.params import SamplingParams
+from dflash_torch.block_step import BlockSteps
 from dflash_torch.model_runner import DrafterRunner, Shape, Shapes, TargetRunner
+from dflash_torch.request import Request
+from dflash_torch.sampler import Sampler
+from dflash_torch.speculator import Speculator
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 
@@ -91,3 +97,34 @@ def test_the_drafters_pass_and_its_context_stay_on_the_device() -> None:
     assert hidden.shape == (16, 32)
     assert {t.device.type for t in (k, v, hidden)} == {DEVICE}
     assert {t.dtype for t in (k, v, hidden)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_steps_are_launched_behind_one_another_without_the_host(width: int, temperature: float) -> None:
+    """A first step; the next one of the same requests; one without the first of them and with a new one."""
+    config, model = tiny_drafter_config(layers=(SLIDING, FULL)), target()
+    drafter: Drafter = on_cuda(lambda: Drafter(config))
+    speculator = Speculator(drafter, model, block_size=config.block_size, max_batch_size=4, capacity=128)
+    speculator.drafter_runner = DrafterRunner(model.embedding, speculator.cache, config.block_size, static=True)
+    runner = TargetRunner(model, model.new_cache(4, 128 + config.block_size), config.block_size, static=True)
+    steps, step = BlockSteps(runner, speculator, Sampler()), None
+    params = SamplingParams(temperature=temperature, top_k=5)
+    features = torch.empty(3, config.feature_size, dtype=torch.bfloat16, device=DEVICE)
+    requests = [Request(n, n, [5, 6, 7, 9], 3, 100, params, verified=3, features=[features]) for n in range(4)]
+    with OnTheDevice():
+        for chosen in (requests[:3], requests[:3], requests[1:]):
+            plan = steps.plan(chosen, step, [width] * 3)
+            assert plan is not None
+            step = steps.launch(plan, step, config.target_layer_ids)
+            assert (step.fetched.host.shape, step.following.shape) == ((3, width + 1), (3, 2))
+            assert {step.fetched.host.device.type, step.following.device.type} == {DEVICE}
+
+
+def test_prompts_of_different_lengths_attend_on_the_device() -> None:
+    model = target()
+    cache = model.new_cache(4, 256)
+    with OnTheDevice():
+        attend = PromptAttention(cache, SPANS, model.config.layers, 4)
+        q, k, v = (torch.empty(10, heads, 16, dtype=torch.bfloat16, device=DEVICE) for heads in (4, 2, 2))
+        assert attend(0, q, k, v).shape == (10, 4, 16)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dflash_serve.backend import Engine, Prompt, RequestOutput
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.model_runner import DrafterRunner, TargetRunner
+from dflash_torch.model_runner import DrafterRunner, Shape, TargetRunner
 from dflash_torch.request import Request
 from dflash_torch.scheduler import Scheduler
 from dflash_torch.speculator import Speculator
@@ -31,13 +32,20 @@ class OracleSpeculator(Speculator):
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         random = super().draft(requests, widths)
-        drafts = []
-        for request, width, own in zip(requests, widths, random, strict=True):
-            prompt, done = tuple(request.token_ids[: request.prompt_length]), len(request.output_ids)
-            known = self.truth.get(prompt, [])[done : done + width - 1]
-            spoilt = [t if (done + k) % self.wrong_every else (t + 1) % 96 for k, t in enumerate(known, start=1)]
-            drafts.append(own if request.grammar else spoilt + own[len(spoilt) :])
-        return drafts
+        done = [len(request.output_ids) for request in requests]
+        return [self._spoilt(*each) for each in zip(requests, done, random, strict=True)]
+
+    def draft_blocks(self, requests: Sequence[Request], table: Tensor, shape: Shape, slots: int) -> Tensor:
+        random = super().draft_blocks(requests, table, shape, slots).tolist()
+        starts = table[:, 1].tolist()
+        done = [start + 1 - request.prompt_length for start, request in zip(starts, requests, strict=True)]
+        drafts = [self._spoilt(*each) for each in zip(requests, done, random, strict=True)]
+        return torch.tensor(drafts, device=table.device)
+
+    def _spoilt(self, request: Request, done: int, own: list[int]) -> list[int]:
+        known = self.truth.get(tuple(request.token_ids[: request.prompt_length]), [])[done : done + len(own)]
+        spoilt = [t if (done + k) % self.wrong_every else (t + 1) % 96 for k, t in enumerate(known, start=1)]
+        return own if request.grammar else spoilt + own[len(spoilt) :]
 
 
 def answers(

@@ -256,6 +256,8 @@ class DisturbedSpeculator(Speculator):
         disturb: applied to the new rows of each request before they reach the drafter.
     """
 
+    on_device = False
+
     def __init__(self, sound: Speculator, disturb: Disturbance) -> None:
         super().__init__(sound.drafter, sound.target, block_size=sound.block_size, max_batch_size=1, capacity=1)
         self.cache, self.drafter_runner = sound.cache, sound.drafter_runner

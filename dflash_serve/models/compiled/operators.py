@@ -75,7 +75,7 @@ def step_attention(
     fits = pairs <= MOST_PAIRS and cache.keys.shape[-1] <= MOST_DIM
     if isinstance(operators, CompiledOperators) and fits:
         return CompiledAttention(operators.attend, cache, spans, kinds, heads, eps)
-    return ragged_attention(cache, spans, kinds, heads)
+    return ragged_attention(cache, spans, kinds, heads, flashinfer=operators.flashinfer)
 
 
 class _Shape(ctypes.Structure):

@@ -62,19 +62,24 @@ def test_what_does_not_fit_is_a_problem_where_that_is_known(
     assert len(memory_problems(deployment(hardware={"gpu": gpu}), layout, None)) == problems
 
 
-@pytest.mark.parametrize(("share", "batch"), [(None, 32), (100.0, 32), (3.0, 2), (0.0, 1)])
+@pytest.mark.parametrize(
+    ("share", "on_gpu", "batch"),
+    [(None, False, 32), (100.0, False, 32), (3.0, False, 2), (0.0, False, 1), (200.0, True, 128), (70.0, True, 64)],
+)
 def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
     folders: tuple[Path, Path],
     layout: TargetLayout,
     monkeypatch: pytest.MonkeyPatch,
     share: float | None,
+    on_gpu: bool,
     batch: int,
 ) -> None:
     """`share`: free memory in K/V caches of one request, beside weights."""
-    asked = deployment(folders[0], hardware={"gpu": "none"})
-    one, two = (needed_bytes(asked, layout, None, batch=count) for count in (1, 2))
+    asked = deployment(folders[0], hardware={"gpu": None if on_gpu else "none"})
+    one, two = (needed_bytes(asked, layout, None, on_gpu=on_gpu, batch=count) for count in (1, 2))
     free = None if share is None else int((2 * one - two + share * (two - one)) / launch.USED_SHARE)
     monkeypatch.setattr(launch, "free_bytes", lambda: free)
+    monkeypatch.setattr(launch, "free_on_gpus", lambda: [free])
     assert with_batch_size(asked).limits.max_batch_size == batch
     given = deployment(folders[0], limits={"max_batch_size": 5})
     assert with_batch_size(given) is given

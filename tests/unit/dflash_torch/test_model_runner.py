@@ -10,7 +10,13 @@ import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.models.attention import FlashInferAttention, PaddedAttention, RaggedAttention, windows_fit
+from dflash_serve.models.attention import (
+    FlashInferAttention,
+    PaddedAttention,
+    PromptAttention,
+    RaggedAttention,
+    windows_fit,
+)
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_torch.model_runner import LONGEST, Shape, Shapes, StaticPass
@@ -38,6 +44,17 @@ def test_padded_attention_is_attention_request_by_request(kind: AttentionKind) -
     slots, starts, _ = torch.tensor(spans).unbind(dim=1)
     padded = PaddedAttention(filled_cache(), slots, starts[:, None] + torch.arange(4), 256, [kind], heads=6)
     torch.testing.assert_close(padded(0, q, k, v), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.causal], ids=str)
+def test_prompts_of_different_lengths_attend_together(kind: AttentionKind) -> None:
+    spans = [Span(2, 40, 3), Span(0, 0, 9), Span(3, 251, 1), Span(1, 290, 10)]  # the last one ends with its entry
+    assert PromptAttention.fits(spans, [kind], 6)
+    q, k, v = (torch.randn(23, heads, 16) for heads in (6, 2, 2))
+    expected, cache = filled_cache(), filled_cache()
+    out = RaggedAttention(expected, spans, [kind], heads=6)(0, q, k, v)
+    torch.testing.assert_close(PromptAttention(cache, spans, [kind], heads=6)(0, q, k, v), out)
+    assert torch.equal(cache.keys, expected.keys)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

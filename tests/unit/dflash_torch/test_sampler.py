@@ -38,9 +38,9 @@ def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], m
         first += width
     requests = [request(), request(logprobs=2), request(min_tokens=1)]
     sample = Sampler()
-    short = sample(requests, drafts, logits, [0])
+    short = sample(requests, drafts, logits, [0])()
     monkeypatch.setattr(sampler, "_takes_the_likeliest", lambda request: False)
-    assert short == sample(requests, drafts, logits, [0])
+    assert short == sample(requests, drafts, logits, [0])()
     assert [len(result.token_ids) - 1 for result in short] == list(right)
     assert short[1].logprobs is not None
 
@@ -50,7 +50,9 @@ def test_parameters_are_collated_anew_when_the_batch_changes() -> None:
     biased, other = request(logit_bias={3: 5.0}), request(logit_bias={4: 5.0})
 
     def tokens(*requests: Request) -> list[int]:
-        return [result.token_ids[0] for result in sample(requests, [[]] * len(requests), logits[: len(requests)], [0])]
+        return [
+            result.token_ids[0] for result in sample(requests, [[]] * len(requests), logits[: len(requests)], [0])()
+        ]
 
     assert tokens(biased, other) == tokens(biased, other) == [3, 4]
     assert [tokens(other, biased), tokens(biased), tokens(other)] == [[4, 3], [3], [4]]

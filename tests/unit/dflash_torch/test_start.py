@@ -27,6 +27,7 @@ from dflash_torch.calibration import CONTEXT, WORTH, Calibration, choose_dtype, 
 from dflash_torch.engine import start_engine
 from dflash_torch.launch import with_operators
 from dflash_torch.sampler import Sampler
+from dflash_torch.scheduler import Scheduler
 from tests.support.embedded import answers, tiny_engine
 
 Folders = tuple[Path, Path]
@@ -234,3 +235,18 @@ def test_operators_are_compiled_unless_deployment_or_environment_say_otherwise_a
             found.append([output.token_ids for output in answers(engine, ["the quick brown fox", "over"], params)])
     assert names == ["compiled", "plain", "plain"] * 2
     assert found == found[:1] * 6
+
+
+def test_flashinfer_is_refused_where_it_cannot_run(folders: Folders, measured: Mock) -> None:
+    asked = deployment(folders).model_copy(update={"engine_args": {"torch": {"operators": "flashinfer"}}})
+    with pytest.raises(UserError, match="needs a GPU and half precision"):
+        start_engine(asked)
+
+
+def test_engines_for_comparison_prepare_their_passes(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a GPU captures their graphs in the answers that are timed."""
+    prepared: list[Scheduler] = []
+    monkeypatch.setattr(Scheduler, "prepare", lambda scheduler: prepared.append(scheduler))
+    engine = tiny_engine(folders)
+    made = [engine.plain(), engine.fixed(3), engine.fixed(3, fault="features zeroed")]
+    assert prepared == [each.scheduler for each in made[:2]]

@@ -1,0 +1,136 @@
+"""Steps that are launched before the one before is read: the tokens of the ragged passes, at one wait a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve import SamplingParams
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
+from dflash_serve.speculation.width import AutoWidth
+from dflash_torch.model_runner import TargetRunner
+from tests.support.device_calls import device_calls
+from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
+
+Folders = tuple[Path, Path]
+Truth = dict[tuple[int, ...], list[int]]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+LENGTHS = (3, 40, 1, 17, 2, 30, 29, 5)
+# What a step with a draft may cost the host, at any number of requests.
+MOST_WAITS, MOST_CALLS = 1, 120
+
+
+def auto() -> AutoWidth:
+    return AutoWidth(CostModel(target={1: 1.0, 16: 1.2}, draft={1: 0.1, 4: 0.2}), 4, [1, 2, 4])
+
+
+LOADS: dict[str, list[SamplingParams]] = {
+    "greedy": [GREEDY.model_copy(update={"max_tokens": count}) for count in LENGTHS],
+    "sampled": [SAMPLED.model_copy(update={"max_tokens": count, "seed": count}) for count in LENGTHS],
+    "top-p and top-k": [SAMPLED.model_copy(update={"top_p": 0.8, "top_k": 20, "seed": n}) for n in range(4)],
+    "mixed": [GREEDY, SAMPLED, GREEDY.model_copy(update={"max_tokens": 7}), SAMPLED],
+    "some need the host": [
+        GREEDY,
+        GREEDY.model_copy(update={"max_tokens": 5, "presence_penalty": 1.5}),
+        SAMPLED.model_copy(update={"logprobs": 2, "max_tokens": 9}),
+        GREEDY.model_copy(update={"min_tokens": 4, "ignore_eos": False}),
+    ],
+    "stop strings": [GREEDY.model_copy(update={"stop": ("o", "e")}), GREEDY, SAMPLED],
+}
+POLICIES: dict[str, Callable[[], WidthPolicy]] = {
+    "off": lambda: FixedWidth(1),
+    "narrow": lambda: FixedWidth(3),
+    "fixed": lambda: FixedWidth(4),
+    "auto": auto,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("load", LOADS)
+def test_no_token_changes(folders: Folders, truth: Truth, load: str, policy: str) -> None:
+    params = LOADS[load]
+    prompts = [list(truth)[n % len(truth)] for n in range(len(params))]
+    found = []
+    for static in (False, True):
+        made = tiny_engine(folders, width=POLICIES[policy](), max_batch_size=3, truth=truth)
+        outputs = answers(with_passes(made, static=static), prompts, params)
+        lengths = [one.statistics.acceptance_length for one in outputs if policy != "auto"]
+        answered = [(one.token_ids, one.text, one.finish_reason, len(one.logprobs or [])) for one in outputs]
+        found.append((answered, lengths))
+    assert found[0] == found[1]
+
+
+def test_a_prefix_is_taken_over_from_requests_that_ran_ahead(folders: Folders, truth: Truth) -> None:
+    """Their features went to the drafter from step to step; what is drafted after them is drafted as well as before."""
+    prompt, answer = next(iter(truth.items()))
+    found = []
+    for static in (False, True):
+        engine = with_passes(tiny_engine(folders, truth=truth), static=static)
+        answers(engine, [list(prompt)], GREEDY)
+        again = engine.scheduler.join([*prompt, *answer[:20], 5], GREEDY)
+        reused = again.reused, again.injected
+        while engine.scheduler.running:
+            engine.scheduler.step()
+        found.append((reused, again.output_ids, again.steps))
+    assert found[0] == found[1]
+    assert found[0][0] == (len(prompt) + 20, len(prompt) + 20)
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed", "auto"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_step_waits_once(folders: Folders, policy: str, params: SamplingParams) -> None:
+    calls = {}
+    for count in (1, 2, 4):
+        engine = with_passes(tiny_engine(folders, width=POLICIES[policy]()), static=True)
+        for n in range(count):
+            engine.scheduler.join(engine.tokenize(PROMPTS[n]), params.model_copy(update={"ignore_eos": True}))
+        for _ in range(4):
+            engine.scheduler.step()
+        steps = []
+        for _ in range(4):
+            with device_calls() as found:
+                engine.scheduler.step()
+            assert len(found.waits) <= MOST_WAITS, "\n".join(found.waits)
+            steps.append(found.calls)
+        calls[count] = min(steps)
+    if policy == "fixed":  # without a draft, each request keeps its features
+        assert calls[2] == calls[4] <= (MOST_CALLS if params.greedy else 2 * MOST_CALLS + 10)
+
+
+def test_a_step_is_launched_before_the_one_before_is_read(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's passes are called before the host asks for the tokens of this one."""
+    engine = with_passes(tiny_engine(folders), static=True)
+    scheduler = engine.scheduler
+    request = scheduler.join(engine.tokenize(PROMPTS[0]), GREEDY)
+    for _ in range(3):
+        scheduler.step()
+    seen, blocks = [], TargetRunner.blocks
+
+    def noted(*given: Any) -> Any:
+        seen.append(len(request.token_ids))
+        return blocks(*given)
+
+    monkeypatch.setattr(TargetRunner, "blocks", noted)
+    before = len(request.token_ids)
+    scheduler.step()
+    assert seen == [before]
+    assert len(request.token_ids) > before
+    assert request.injected <= request.verified
+
+
+def test_a_request_that_leaves_and_one_that_joins_while_a_step_runs(folders: Folders, truth: Truth) -> None:
+    scheduler = with_passes(tiny_engine(folders, truth=truth, max_batch_size=2), static=True).scheduler
+    (one, right), (two, other) = list(truth.items())[:2]
+    first, second = scheduler.join(list(one), GREEDY), scheduler.join(list(two), GREEDY)
+    for _ in range(4):
+        scheduler.step()
+    scheduler.leave(first)
+    third = scheduler.join(list(one), GREEDY)
+    while scheduler.running:
+        scheduler.step()
+    assert (second.output_ids, third.output_ids) == (other, right)
