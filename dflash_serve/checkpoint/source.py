@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
@@ -158,9 +159,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 def recorded_survival(folder: Path) -> list[float] | None:
     """Survival of slots 1..B-1 measured when the drafter was trained (`provenance.json`); None if not recorded."""
     try:
-        survival = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["validation"]["survival"]
+        survival = read_json(folder / PROVENANCE)["validation"]["survival"]
         shares = [float(share) for share in survival]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError):
         return None
     return shares if shares and all(0 <= share <= 1 for share in shares) else None
 

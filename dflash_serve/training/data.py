@@ -27,6 +27,7 @@ from torch import Tensor
 from dflash_serve.backend import Conversation, Engine, Stream, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
+from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import digest
@@ -128,7 +129,7 @@ def read_manifest(folder: Path) -> DataManifest | None:
     if not path.exists():
         return None
     try:
-        return DataManifest.model_validate_json(path.read_bytes())
+        return DataManifest.model_validate_json(read_bytes(path, DATA))
     except ValidationError as error:
         what = f"not a data manifest of this version ({error.errors()[0]['msg']})"
         raise UserError(what, where=str(path), do="give another --output, or remove the folder") from None
