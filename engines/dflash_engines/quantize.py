@@ -160,7 +160,7 @@ def quantized_model(work: Work, format: Format | None) -> Any:
 def _name_modules_as_engines_do(folder: Path) -> None:
     # config.json gets the facts of hf_quant_config.json, under the names that engines give the modules.
     path = folder / "config.json"
-    fields = dict(load_object(path, kind="target"))
+    fields: dict[str, Any] = dict(load_object(path, kind="target"))
     facts = read_json(folder / QUANT_CONFIG)["quantization"]
     excluded = sorted(set(facts.get("exclude_modules") or ()) | {"lm_head"})
     inline = fields.get("quantization_config") or {}

@@ -409,7 +409,7 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
         assert told["message"].startswith("the body is no JSON: ")
 
 
-FLOODS = {
+FLOODS: dict[str, Any] = {
     "messages": [1] * 2_000_000,
     "content": [{"role": "user", "content": [1] * 2_000_000}],
     "stop": [1] * 2_000_000,
