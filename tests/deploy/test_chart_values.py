@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import copy
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft7Validator
 
 from dflash_serve.deploying.chart import DASHBOARD, ENGINES, write_chart
 from dflash_serve.deploying.values_schema import values_schema
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, CHART, HELMS, case, changed, of_kind, refusal, render, whole_chart
 
+jsonschema: Any = import_module("jsonschema")
 SCHEMA = values_schema(CHART / "values.yaml")
 MISSPELT = [
     *("replica", "deployment.targets", "deployment.speculation.widht", "image.tag", "models.kinds", "build.image.tag"),
@@ -240,7 +241,7 @@ def test_a_value_stays_text_or_is_refused_by_the_schema(name: str, given: str) -
     for key in keys:
         for prefix in ("", "/", "http://"):
             told = {key: [prefix + given] if key in LISTS else prefix + given}
-            if Draft7Validator(SCHEMA).is_valid(changed(installation, {**copy.deepcopy(changes), **told})):
+            if jsonschema.Draft7Validator(SCHEMA).is_valid(changed(installation, {**copy.deepcopy(changes), **told})):
                 injected |= told
                 plain[key] = [f"{prefix}x"] if key in LISTS else f"{prefix}x"
                 break
