@@ -76,7 +76,7 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         if name == ALIAS:
             raise UserError("the bundled target is the embedded engine's", where=name, do="use --backend torch")
         do = probably_meant(name, absent=True) or "give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16"
-        below = "" if path.is_absolute() else f" below {Path.cwd()}"
+        below = "" if path.is_absolute() or path.name == name else f" below {Path.cwd()}"
         raise UserError(f"no such folder{below}", where=name, do=do)
     try:
         from huggingface_hub import snapshot_download
