@@ -211,6 +211,8 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
     """
+    if path is not None and path.is_dir():
+        raise UserError("a folder, no deployment", where=str(path), do=f"give a deployment.yaml, or --target {path}")
     return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}", others=OTHER_VARIABLES)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from dflash_serve.checkpoint.source import recorded_survival
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import cache_home, read_record, write_whole
 from dflash_serve.deployment import given_survival
 from dflash_serve.errors import UserError
@@ -48,8 +49,8 @@ class LastRun:
     def survival(self) -> list[float] | None:
         """Survival of slots 1, 2, ... in earlier runs; None = no record."""
         try:
-            shares = [float(share) for share in json.loads(self.path.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError):
+            shares = [float(share) for share in read_json(self.path)]
+        except (UserError, ValueError, TypeError):
             return None
         return shares if shares and all(0 <= share <= 1 for share in shares) else None
 

@@ -5,13 +5,13 @@ evaluation tasks (table 1) in z-lab's wording (dflash 0.1.0, `benchmark.py`).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from dflash_serve.backend import Conversation, Prompt, template_variables
+from dflash_serve.common.documents import DATA, parse_json, read_text
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
 BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
@@ -50,11 +50,9 @@ export it to JSONL.
 def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
     # (place for messages, parsed value; None = not JSON) of every line that is not blank.
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a prompt may hold U+2028
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=where, do=do) from None
-    except UnicodeDecodeError:
-        raise UserError("not UTF-8", where=where, do=do) from None
+        lines = read_text(file, DATA).split("\n")  # not splitlines: a prompt may hold U+2028
+    except UserError as error:
+        raise UserError(error.what, where=where, do=do) from None
     found = [(f"{where}:{number}", _parse(line)) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise UserError("no prompts in it", where=where, do="give one JSON object a line")
@@ -63,8 +61,8 @@ def _read_lines(file: Path, *, where: str, do: str) -> list[tuple[str, object]]:
 
 def _parse(line: str) -> object:
     try:
-        return json.loads(line)
-    except ValueError:
+        return parse_json(line, where="")
+    except UserError:
         return None
 
 

@@ -130,7 +130,7 @@ class MemoryEstimate:
     target: int  # Weights, as `drafter`
     drafter: int
     token: int  # K/V of one token in layers without a window
-    windows: int  # K/V of one sequence in layers with windows, which are full
+    windows: int  # K/V of one sequence in layers with windows, which are full, and its recurrent states
     running: int  # Neither weights nor K/V: CUDA context, workspaces, CUDA graphs, activations
 
     @property
@@ -199,10 +199,13 @@ class LaunchPlan(Launch):
         shared, most = 1 if self.target.latent else shared, max(filter(None, self.target.kv_windows), default=0)
         token = (self.target.kv_bytes(each, most + 1) - self.target.kv_bytes(each, most)) // shared
         windows = self.target.kv_bytes(each, most) // shared - most * token
-        drafter = 0
+        drafter, states = 0, 1
         if self.drafter is not None:
+            # A recurrent state cannot be cut back to what was accepted: engines keep one for every slot, too.
+            states += self.block_size or 0
             drafter = weight_bytes(self.drafter) // split
             token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
+        windows += states * self.target.state_bytes // split
         weights = self.target.weight_bytes // parallel.tensor
         return MemoryEstimate(self.gpu.memory, weights, drafter, token, windows, self.running_bytes)
 

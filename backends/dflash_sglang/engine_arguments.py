@@ -16,6 +16,7 @@ PINNED = Path(__file__).with_name("flags.json")
 SPECULATION = "`speculation` and `drafter` say how it drafts"
 LISTENING = "--host and --port of `dflash-serve serve`"
 NODES = "it follows from parallel.nodes and the environment of the pod"
+OWN_CONFIG = "the checks read the target's own config.json: change it there"
 KEYS = {
     "model_path": "target.model",
     "revision": "target.revision",
@@ -33,7 +34,9 @@ KEYS = {
     "max_running_requests": "limits.max_batch_size",
     "max_queued_requests": "limits.max_queued_requests",
     "context_length": "limits.max_model_len",
-    "json_model_override_args": "the checks read the target's own config.json: change it there",
+    **dict.fromkeys(("json_model_override_args", "decrypted_config_file", "model_config_parser"), OWN_CONFIG),
+    "decrypted_draft_config_file": "dflash-serve writes the drafter's config.json",
+    "modelopt_quant": "target.quantization",
     "chunked_prefill_size": "limits.max_num_tokens",
     "served_model_name": "serving.served_model_name",
     "api_key": "serving.api_key_file",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dflash_serve.backend import Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
-from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE, load_object
 from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
@@ -153,7 +153,7 @@ def draft_config(plan: TensorRTLLMPlan, checkpoint: Checkpoint) -> dict[str, obj
         fields["dflash_config"] = {**dflash, "use_swa": True, "swa_window_size": windows[0]}
         fields["use_sliding_window"] = False
     if checkpoint.quantization is not None:
-        original = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+        original = load_object(checkpoint.folder / "config.json")
         fields |= {IN_CONFIG: original[IN_CONFIG]} if IN_CONFIG in original else {}
     dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
     return {**fields, "dtype": dtype, "torch_dtype": dtype}

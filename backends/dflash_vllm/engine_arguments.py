@@ -26,6 +26,7 @@ SPECULATION = "`speculation` and `drafter` say how it drafts"
 LISTENING = "--host and --port of `dflash-serve serve`"
 COPIES = "parallel.data"
 NODES = "this backend serves on one node"
+OWN_CONFIG = "the checks read the target's own config.json: change it there"
 KEYS = {
     "model": "target.model",
     "revision": "target.revision",
@@ -49,8 +50,8 @@ KEYS = {
     "max_num_seqs": "limits.max_batch_size",
     "max_num_queued_reqs": "limits.max_queued_requests",
     "max_model_len": "limits.max_model_len",
-    "hf_overrides": "the checks read the target's own config.json: change it there",
-    "hf_config_path": "the checks read the target's own config.json: change it there",
+    **dict.fromkeys(("hf_overrides", "hf_config_path", "config_format", "model_class_overrides"), OWN_CONFIG),
+    "quantization_config": "target.quantization",
     "max_num_batched_tokens": "limits.max_num_tokens",
     "max_num_scheduled_tokens": "limits.max_num_tokens",
     "served_model_name": "serving.served_model_name",
@@ -64,7 +65,7 @@ KEYS = {
     "port": LISTENING,
     "uds": LISTENING,
     "config": "engine_args take the place of a file",
-    "generation_config": "requests alone say how they are sampled",
+    **dict.fromkeys(("generation_config", "override_generation_config"), "requests alone say how they are sampled"),
     "disable_log_stats": "metrics are always on",
 }
 """Kernels are not among them: where none is given, vLLM chooses the target's."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import sha256
 from dflash_serve.common.processes import run_command
 from dflash_serve.common.settings import Frozen, PositiveInt
@@ -179,7 +180,7 @@ class Aiperf:
         code = run_command(self.argv(job), log, env=self.environment())
         if code != 0 or not result.is_file():
             raise UserError(f"failed with exit code {code} ({_last_error(log)})", where="aiperf", do=f"see {log}")
-        return read_figures(json.loads(result.read_text(encoding="utf-8")), where=str(result))
+        return read_figures(read_json(result), where=str(result))
 
     def argv(self, job: Job) -> list[str]:
         """The command line; token counts are the server's own."""

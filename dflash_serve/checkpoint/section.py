@@ -114,9 +114,9 @@ class ConfigSection:
         return ConfigSection(raw, self.where, self.problems, path=self.named(key), fallback=fallback)
 
     def only(self, known: Collection[str], do: str) -> None:
-        """Adds a problem for every key that is not in `known`; null is absent, `_name` is a tool's own."""
+        """Adds a problem for every key that is not in `known`; what is empty says nothing, `_name` is a tool's own."""
         for key in sorted(self.raw.keys() - set(known)):
-            if self.raw[key] is not None and not key.startswith("_"):
+            if self.raw[key] not in (None, {}, []) and not key.startswith("_"):
                 near = did_you_mean(key, known)
                 self.note(f"unknown key {self.named(key)} = {self.raw[key]!r}", f"{near} {do}" if near else do)
 

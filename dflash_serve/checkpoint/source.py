@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from dflash_serve.common.documents import read_json
+from dflash_serve.common.extras import need
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
@@ -74,7 +76,8 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         if name == ALIAS:
             raise UserError("the bundled target is the embedded engine's", where=name, do="use --backend torch")
         do = probably_meant(name, absent=True) or "give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16"
-        raise UserError("no such folder", where=name, do=do)
+        below = "" if path.is_absolute() or path.name == name else f" below {Path.cwd()}"
+        raise UserError(f"no such folder{below}", where=name, do=do)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -137,6 +140,8 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    need("torch", "torch", "transformers")
+    need("smollm2", "gguf", "accelerate")  # transformers' own error comes with 60 lines
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -158,9 +163,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 def recorded_survival(folder: Path) -> list[float] | None:
     """Survival of slots 1..B-1 measured when the drafter was trained (`provenance.json`); None if not recorded."""
     try:
-        survival = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["validation"]["survival"]
+        survival = read_json(folder / PROVENANCE)["validation"]["survival"]
         shares = [float(share) for share in survival]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError):
         return None
     return shares if shares and all(0 <= share <= 1 for share in shares) else None
 

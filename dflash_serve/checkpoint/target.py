@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ SLIDERS = ("mistral", "mixtral")
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id")
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
 """Keys of config.json that only models with recurrent layers have."""
+STATES = (
+    ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),  # Qwen3-Next, Qwen3.5
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),  # Nemotron-H
+    ("mamba_expand", "hidden_size", "mamba_d_state"),  # Bamba, Granite, Falcon-H1, Jamba
+)
+"""Keys whose product is the number of values in one layer's recurrent state."""
+STATELESS = ("mlp", "moe", "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
 LATENT_WIDTH = 576  # values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -148,6 +156,7 @@ class TargetLayout:
     penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
     kv_windows: tuple[int | None, ...]  # window of each layer with keys and values; None = the whole sequence
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
+    state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
 
     def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
         """Bytes of one sequence's keys and values, in all heads of the layers that have them, each up to its window."""
@@ -193,6 +202,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
         kv_windows=_kv_windows(inner),
+        state_bytes=_state_bytes(inner),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
     )
 
@@ -243,7 +253,7 @@ def layer_kinds(inner: Mapping[str, object]) -> list[str]:
         return [names.get(str(one), str(one)) for one in listed]
     pattern, linear = inner.get("hybrid_override_pattern"), inner.get("linear_attn_config")
     if isinstance(pattern, str):  # Nemotron-H
-        return [FULL if letter == "*" else "mamba" for letter in pattern]
+        return [{"*": FULL, "M": "mamba"}.get(letter, "mlp") for letter in pattern]
     full = next((given for key in FULL_LAYERS if isinstance(given := inner.get(key), list)), None)
     if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):  # Kimi-Linear counts from 1
         full = [index - 1 for index in linear["full_attn_layers"] if isinstance(index, int)]
@@ -268,6 +278,19 @@ def _kv_windows(inner: Mapping[str, object]) -> tuple[int | None, ...]:
     kinds = kinds[: len(kinds) - _size(inner, "num_kv_shared_layers")]  # Gemma's last layers read earlier ones' K/V
     held = [kind for kind in kinds if not kind.startswith(RECURRENT_LAYERS)]
     return tuple(_size(inner, WINDOWS[kind]) or None if kind in WINDOWS else None for kind in held)
+
+
+def _state_bytes(inner: Mapping[str, object]) -> int:
+    # Engines keep it in float32 unless `mamba_ssm_dtype` says otherwise (SGLang `configs/mamba_utils.py`).
+    kinds = [kind for kind in layer_kinds(inner) if kind.startswith(RECURRENT_LAYERS)]
+    linear = inner.get("linear_attn_config")  # Kimi-Linear
+    sizes = [prod(_size(inner, key) for key in keys) for keys in STATES]
+    if isinstance(linear, dict):
+        sizes.append(_size(linear, "num_heads") * _size(linear, "head_dim") ** 2)
+    if isinstance(inner.get("attn_type_list"), list):  # MiniMax
+        sizes.append(_size(inner, "num_attention_heads") * _head_dim(inner) ** 2)
+    each = 2 if inner.get("mamba_ssm_dtype") in ("bfloat16", "float16") else 4
+    return max(sizes) * each * sum(not kind.startswith(STATELESS) for kind in kinds)
 
 
 def _recurrent(inner: Mapping[str, object]) -> bool:

@@ -33,14 +33,14 @@ ARCHITECTURES = {
     **{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"},
 }
 """model_type that we run -> its architecture."""
+KV_HEADS = "num_key_value_heads"
 HAS_BIAS_KEY = {"llama", "qwen3"}  # families with the key attention_bias; in others it has no effect
 HARMLESS = {
     *("transformers.js_config", "unsloth_version", "unsloth_fixed", "is_llama_config", "rope_interleaved"),
-    *("tokenizer_class", "task_specific_params", "finetuning_task", "prefix", "torchscript", "use_bfloat16"),
-    *("max_length", "min_length", "temperature", "top_k", "top_p", "do_sample", "num_beams", "repetition_penalty"),
-    *("sep_token_id", "decoder_start_token_id", "tie_encoder_decoder", "is_decoder", "add_cross_attention"),
+    *("gradient_checkpointing", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "mlp_dropout"),
+    *("max_sequence_length", "model_max_length", "seq_length"),
 }
-"""Keys of targets without effect on the logits: of tools, of training, and of sampling in old files."""
+"""Keys of targets without effect on the logits: of tools, of training, and lengths that old files repeat."""
 DEFAULT_THETA, DEFAULT_WINDOW = 10000.0, 4096  # transformers' for a key that is absent, in all four families
 OTHER = "it may change what the target computes; serve the target with another backend, or remove it if it does not"
 TOKENIZER, TOKENIZER_CONFIG, TOKEN_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -104,7 +104,8 @@ def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
         "hidden_size": hidden,
         "intermediate_size": required_size(raw, "intermediate_size", folder),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.integer("num_key_value_heads", heads),
+        # Absent, it is all heads in Llama, and a number of its own in each other family; null is all heads.
+        "num_key_value_heads": config.integer(KV_HEADS, heads if family == "llama" or KV_HEADS in raw else None),
         "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if family == "qwen3" else max(1, hidden // heads)),
         "layers": _layers(config, required_size(raw, "num_hidden_layers", folder)),
         "max_position_embeddings": required_size(raw, "max_position_embeddings", folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -27,7 +28,8 @@ ELSEWHERE = ("compose", "dynamo", "kserve")  # Systems that have an example file
 IN_CONTAINER = ("/models/", "/build/")  # Folders that the chart mounts into every container
 RenderForm = Annotated[str | None, typer.Option("--render", help=f"Form to render: {', '.join(get_args(Form))}.")]
 Name = Annotated[str, typer.Option(help="Name of the release.")]
-IMAGE = "Container image, REPOSITORY@sha256:...; without it the values have none."
+PLACEHOLDER = f"registry.example/engine@sha256:{64 * '0'}"
+IMAGE = "Container image, REPOSITORY@sha256:...; without it the values have none, and manifests a placeholder."
 Image = Annotated[str | None, typer.Option(help=IMAGE)]
 Output = Annotated[Path | None, typer.Option(help="File to write the documents to. [default: the terminal]")]
 PREPARE = "Folder to write the engine's files to, instead of rendering."
@@ -71,6 +73,9 @@ def deploy(
         prepared(resolve(chosen, described), prepare)
         return
     _require_deployable(workload)
+    if form == "manifests" and image is None:
+        workload = replace(workload, image=PLACEHOLDER)
+        typer.echo(f"dflash-serve: note: --image is not given: {PLACEHOLDER} stands in its place", err=True)
     text = render(workload, cast(Form, form))
     if as_json:
         text = json.dumps([document for document in yaml.safe_load_all(text) if document], indent=2) + "\n"

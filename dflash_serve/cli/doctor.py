@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +46,7 @@ NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
 MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
 Progress = Callable[[str, int], None]
 """Called with the name of what is about to run, and how many of its kind there are."""
+LINE_SECONDS = 20.0  # between two lines of progress where stderr is no terminal
 SHOWN = 8  # Explanations that are printed; the JSON has all
 
 
@@ -187,12 +190,23 @@ def _belongs_to(pair: ExaminedPair, engine: Engine, width: int) -> dict[str, obj
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress]:
-    with Console(stderr=True, quiet=quiet).status("starting") as status:
-        done: list[str] = []
+    console = Console(stderr=True, quiet=quiet)
+    with console.status("starting") as status:
+        began, done, told = dict[int, float](), Counter[int](), 0.0
 
         def advance(name: str, count: int) -> None:
-            done.append(name)
-            status.update(f"{name} ({len(done)} of about {count + 2})" if count > 1 else name)
+            nonlocal told
+            now = time.monotonic()
+            began.setdefault(count, now)
+            line = name if count == 1 else f"{name} ({done[count] + 1} of {count})"
+            if count > 1 and done[count]:
+                left = (now - began[count]) / done[count] * (count - done[count])
+                line += f", about {left:.0f} s left"
+            done[count] += 1
+            status.update(line)
+            if not console.is_terminal and now - told >= LINE_SECONDS:
+                told = now
+                console.print(line)
 
         yield advance
 

@@ -45,6 +45,8 @@ def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> by
             data = file.read(limits.bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL or half a character
         why = getattr(error, "strerror", None) or first_line(error)
+        if isinstance(error, FileNotFoundError) and not path.is_absolute():
+            why += f", below {Path.cwd()}"
         raise UserError(f"cannot be read ({why})", where=str(path), do=do) from None
     if len(data) > limits.bytes:
         raise UserError(f"larger than {limits.bytes:,} bytes", where=str(path), do=do)

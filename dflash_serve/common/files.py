@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ def mend_folder(folder: Path) -> None:
 def read_record(path: Path, kind: type[Record]) -> Record | None:
     """Reads a record of earlier measurements; None if it is missing or unreadable."""
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
+        return kind.model_validate_json(read_bytes(path, DATA))
+    except (UserError, ValidationError):
         return None
 
 

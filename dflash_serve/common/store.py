@@ -113,7 +113,7 @@ class Store:
                     continue
                 if line["key"] == self._key:
                     self.values[line["name"]] = line["value"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             keys = {}
         if not keys and (whole or not FIRST.startswith(text[: len(FIRST)])):
             raise UserError("not a file of kept results", where=str(path), do="remove it")

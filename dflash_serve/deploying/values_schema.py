@@ -70,12 +70,12 @@ PROBES = ("started", "live", "ready")
 METRICS = ("running", "generated", "interTokenLatency", "queueTime", "acceptanceLength", "survival", "widths")
 ENGINE = _closed(
     {
-        "probes": _closed(dict.fromkeys(PROBES, TEXT), required=PROBES),
-        "metricsPath": TEXT,
-        "queued": TEXT,
-        **{name: {"type": ["string", "null"]} for name in METRICS},
+        "probes": _closed(dict.fromkeys(PROBES, LINE), required=PROBES),
+        "metricsPath": LINE,
+        "queued": LINE,
+        **{name: {**LINE, "type": ["string", "null"]} for name in METRICS},
         "needsGpu": {"type": "boolean"},
-        "serverFlags": {"type": "array", "items": TEXT},
+        "serverFlags": {"type": "array", "items": LINE},
         "environment": {"type": "object", **TEXTS},
     },
     required=("probes", "metricsPath", "queued", "needsGpu"),
@@ -102,7 +102,7 @@ RULES: Mapping[str, Schema] = {
     "replicas": _least(1),
     "resources.cpu": _optional(CPUS),
     "resources.memory": _optional(QUANTITY),
-    "resources.extra": {"additionalProperties": {"type": ["string", "integer"]}},
+    "resources.extra": {"additionalProperties": {**LINE, "type": ["string", "integer"]}},
     "placement.computeCapability": _optional(r"[0-9]+\.[0-9]+"),
     "placement.architecture": _choice("", "amd64", "arm64"),
     "placement.nodeSelector": TEXTS,

@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.common.documents import CONFIG, read_bytes
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention import Attend, ragged_attention
@@ -375,8 +376,8 @@ def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
     if not path.exists():
         return None
     try:
-        ids = TypeAdapter(list[int]).validate_json(path.read_bytes(), strict=True)
-    except (OSError, ValidationError):
+        ids = TypeAdapter(list[int]).validate_json(read_bytes(path, CONFIG), strict=True)
+    except (UserError, ValidationError):
         ids = []
     if not ids or ids[0] < 0 or ids[-1] >= vocab_size or any(a >= b for a, b in pairwise(ids)):
         why = f"it holds no rising list of token ids below {vocab_size}"

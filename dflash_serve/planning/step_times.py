@@ -146,7 +146,7 @@ class Roofline:
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         layout = self.pair.layout
-        cached = layout.kv_bytes(self.pair.kv_bytes_each, context) * batch
+        cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
         return self._pass(
             self._weights(batch * width), self._active_parameters, batch * width, cached, layout.shape.num_layers
         )
@@ -167,6 +167,7 @@ class Roofline:
         head_share = max(1, layout.kv_heads // tensor) / layout.kv_heads  # K/V heads are repeated, not split further
         free = MEMORY_SHARE * self.on.gpu.memory - (layout.weight_bytes + weight_bytes(drafter)) / tensor
         each = layout.kv_bytes(self.pair.kv_bytes_each, context) / context * head_share
+        each += layout.state_bytes * (1 + drafter.block_size) / tensor / context  # one state for every slot, too
         own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
         return max(0, int(free / (each + own)))
 

@@ -44,10 +44,12 @@ class SamplingParams(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="same seed and request: same tokens; -1 is none")
     max_tokens: int | None = Field(None, ge=1, description="most tokens to generate; null is as many as fit")
     min_tokens: int = Field(0, ge=0, description="no stop token, end of sequence or stop string ends it before")
-    stop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    stop: Annotated[tuple[str, ...], Field(fail_fast=True), BeforeValidator(_as_tuple)] = Field(
         (), description="up to 4 strings that end the output; they are not part of it"
     )
-    stop_token_ids: tuple[NonNegativeInt, ...] = Field((), description="token ids that end the output")
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(fail_fast=True)] = Field(
+        (), description="token ids that end the output"
+    )
     ignore_eos: bool = Field(False, description="generate on after the end-of-sequence token")
     logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many best tokens; null: none")
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError
@@ -101,7 +102,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> DataManifest | None:
     if not path.exists():
         return None
     try:
-        return DataManifest.model_validate_json(path.read_bytes())
+        return DataManifest.model_validate_json(read_bytes(path, DATA))
     except ValidationError as error:
         what = f"not a data manifest of this version ({error.errors()[0]['msg']})"
         raise UserError(what, where=str(path), do="give another --output, or remove the folder") from None

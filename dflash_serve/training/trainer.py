@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import ResultFolders, difference, digest
 from dflash_serve.errors import UserError
@@ -412,14 +413,14 @@ class Trainer:
         if folder is None:
             return False
         try:
-            self.progress = Progress.model_validate_json((folder / PROGRESS).read_bytes())
+            self.progress = Progress.model_validate_json(read_bytes(folder / PROGRESS, DATA))
             groups = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
             self.drafter.load_state_dict(groups["drafter"])
             self.optimizer.load_tensors(groups["optimizer"])
             if self.average is not None:
                 self.average.load_state_dict(groups["average"])
             self.best = groups["best"]
-        except (OSError, ValidationError, SafetensorError, KeyError, RuntimeError) as error:
+        except (OSError, UserError, ValidationError, SafetensorError, KeyError, RuntimeError) as error:
             what = f"cannot be read ({str(error).splitlines()[0]})"
             raise UserError(what, where=str(folder), do="remove it and train again") from None
         return True
@@ -430,8 +431,8 @@ class Trainer:
         if not others:
             return None
         try:
-            kept = Progress.model_validate_json((others[0] / PROGRESS).read_bytes())
-        except (OSError, ValidationError):
+            kept = Progress.model_validate_json(read_bytes(others[0] / PROGRESS, DATA))
+        except (UserError, ValidationError):
             return "it is of another version of dflash-serve"
         return difference(self.progress.made_by, kept.made_by)
 

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Literal
 
 from dflash_serve.checkpoint.files import MANIFEST, Manifest, file_entries, read_manifest, verify
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
@@ -198,9 +199,9 @@ def verify_output(output: Path) -> list[Problem]:
         UserError: this is no finished output of a build.
     """
     try:
-        summary = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
+        summary = read_json(output / MANIFEST)
         folders = {name: (output / entry["folder"], entry["key"]) for name, entry in summary["steps"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError):
         raise UserError("no manifest of a finished build", where=str(output), do="build it first") from None
     problems = []
     for name, (folder, key) in folders.items():

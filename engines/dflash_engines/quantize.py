@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE
+from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE, load_object
 from dflash_serve.checkpoint.formats import GROUP, Format, QuantizedTensor, dequantized, quantize, relative_error
 from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, load_weights, open_checkpoint
 from dflash_serve.checkpoint.tensors import FUSED, SCALES
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
@@ -159,8 +160,8 @@ def quantized_model(work: Work, format: Format | None) -> Any:
 def _name_modules_as_engines_do(folder: Path) -> None:
     # config.json gets the facts of hf_quant_config.json, under the names that engines give the modules.
     path = folder / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    facts = json.loads((folder / QUANT_CONFIG).read_text(encoding="utf-8"))["quantization"]
+    fields: dict[str, Any] = dict(load_object(path, kind="target"))
+    facts = read_json(folder / QUANT_CONFIG)["quantization"]
     excluded = sorted(set(facts.get("exclude_modules") or ()) | {"lm_head"})
     inline = fields.get("quantization_config") or {}
     fields["quantization_config"] = {**inline, "quant_method": "modelopt", **facts, "exclude_modules": excluded}
@@ -193,7 +194,7 @@ def _register() -> None:
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder, from one file or from shards."""
     index = folder / INDEX
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    files = set(read_json(index)["weight_map"].values()) if index.is_file() else {SINGLE}
     return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
 
 

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -59,7 +60,7 @@ def write_checkpoints(work: Work, deployment: Deployment, wanted: Checkpoints) -
         with quietly():
             export(copy.deepcopy(model), "llama", torch.bfloat16, str(folder), inference_tensor_parallel=size)
         path = folder / "config.json"
-        exported = json.loads(path.read_text(encoding="utf-8"))
+        exported = read_json(path)
         path.write_text(json.dumps(rank_config(exported, config), indent=2) + "\n", encoding="utf-8")
         found = compare(source, reassemble(folder), BOUNDS["fp8"])
         argv = build_command(folder, deployment, size, wanted.precision)
@@ -93,7 +94,7 @@ def _build(argv: list[str], folder: Path) -> str:
 
 def reassemble(folder: Path) -> dict[str, Tensor]:
     """All ranks' files as the whole model's plain fp32 weights, under Hugging Face's names."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     size = config["mapping"]["tp_size"]
     ranks = [load_file(folder / f"rank{rank}.safetensors") for rank in range(size)]
     q_rows, kv_rows = (config[f"num_{kind}_heads"] * config["head_size"] for kind in ("attention", "key_value"))

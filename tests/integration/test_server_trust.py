@@ -409,6 +409,28 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
         assert told["message"].startswith("the body is no JSON: ")
 
 
+FLOODS: dict[str, Any] = {
+    "messages": [1] * 2_000_000,
+    "content": [{"role": "user", "content": [1] * 2_000_000}],
+    "stop": [1] * 2_000_000,
+    "logit_bias": {str(n): "a" for n in range(300_000)},
+    "fields": {f"{n:x}": 1 for n in range(350_000)},
+}
+"""Bodies of almost 4 MiB, each value of which would be an error of its own."""
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_body_of_wrong_values_is_refused_at_the_first_and_holds_up_no_probe(served: Running, name: str) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    body = {**chat, **(FLOODS[name] if name == "fields" else {"messages" if name == "content" else name: FLOODS[name]})}
+    before = time.monotonic()
+    answer = httpx.post(f"{served.url}/v1/chat/completions", content=json.dumps(body, separators=(",", ":")),
+                        headers={"Content-Type": "application/json"}, timeout=60)  # fmt: skip
+    assert (answer.status_code, error(answer)["code"]) == (400, "invalid_value")
+    assert len(answer.content) < 1_000
+    assert time.monotonic() - before < 5
+
+
 def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:
     """`curl -d` sends a form unless it is told otherwise; vLLM and SGLang want JSON, too."""
     given = json.dumps(SHORT)

@@ -18,15 +18,23 @@ import pytest
 import yaml
 
 from dflash_serve.checkpoint import writer
-from dflash_serve.checkpoint.files import read_headers
+from dflash_serve.checkpoint.files import read_headers, read_manifest
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
+from dflash_serve.checkpoint.target import read_recipe, read_target_layout
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.documents import read_json, read_yaml
-from dflash_serve.common.files import whole_folder
+from dflash_serve.common.files import read_record, whole_folder
 from dflash_serve.common.http import Connection, read_keys
-from dflash_serve.deployment import load_deployment
+from dflash_serve.common.store import Store
+from dflash_serve.deployment import Model, load_deployment
 from dflash_serve.engine_args import own_parser
 from dflash_serve.errors import LONGEST, MOST_LINES, Problem, UserError, listed
+from dflash_serve.last_run import LastRun
+from dflash_serve.models.drafter import read_hot_tokens
+from dflash_serve.prompts import jsonl_prompts
+from dflash_serve.speculation.costs import CostModel
+from dflash_serve.training import data
 from tests.support.tiny import write_tiny_drafter
 
 MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "640"))
@@ -127,6 +135,12 @@ def with_header(header: str, data: bytes) -> bytes:
     return struct.pack("<Q", len(header)) + header.encode() + data
 
 
+def _last_survival(path: Path) -> object:
+    run = LastRun(path.parent, "target")
+    run.path = path
+    return run.survival()
+
+
 def test_mutated_drafters_are_read_or_refused_and_nothing_is_written(tmp_path: Path) -> None:
     folder = write_tiny_drafter(tmp_path / "drafter")
     config, weights = (folder / "config.json").read_text(), (folder / "model.safetensors").read_bytes()
@@ -193,6 +207,34 @@ def test_hostile_json_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_json(_written(tmp_path / "report.json", text))
     one_line(str(caught.value))
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a record of the cache": ("record.json", lambda path: read_record(path, CostModel)),
+    "survival of the last run": ("survival.json", _last_survival),
+    "survival of the training": (PROVENANCE, lambda path: recorded_survival(path.parent)),
+    "a manifest of a build": ("manifest.json", lambda path: read_manifest(path.parent)),
+    "a manifest of training data": ("manifest.json", lambda path: data.read_manifest(path.parent)),
+    "a drafter's list of tokens": ("hot_tokens.json", lambda path: read_hot_tokens(path.parent, 96)),
+    "kept results": ("report.json.partial.jsonl", lambda path: Store(path, {})),
+    "prompts": ("prompts.jsonl", jsonl_prompts),
+    "a target": ("config.json", lambda path: read_target_layout(path.parent, Model(model="x"))),
+    "a quantisation": ("hf_quant_config.json", lambda path: read_recipe({}, path.parent)),
+}
+"""Files of others, or that a crash may have damaged: name -> reader."""
+
+
+@pytest.mark.parametrize(
+    "content", [*(text.encode() for text in JSONS), b"\xff\xfe\0", None], ids=range(len(JSONS) + 2)
+)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_damaged_file_is_one_line_or_counts_as_absent(reader: str, content: bytes | None, tmp_path: Path) -> None:
+    name, read = READERS[reader]
+    if content is None and reader != "kept results":  # a store is a file of ours: it is appended to
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        (tmp_path / name).write_bytes(content or b"")
+    answers(lambda: read(tmp_path / name))
 
 
 @pytest.mark.parametrize("text", ["a" * 10_000, "\x1b" * 500, "é\n" * 5_000])

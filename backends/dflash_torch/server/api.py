@@ -6,9 +6,9 @@ Sampling fields are inherited from `SamplingParams`, which has their ranges and 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dflash_serve.speculation.params import SamplingParams
 
@@ -19,6 +19,10 @@ Form = Literal["json_schema", "regex", "lark"]  # of a grammar: the methods of `
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 128
+MAX_FIELDS = 256  # of one object; every unknown one would be an error of its own
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item is its only error: a body of 4 MiB may have two million, which take 20 s to tell."""
 ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -59,7 +63,11 @@ class ApiError(Exception):
 
 
 def _without_nulls(data: Any) -> Any:
-    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+    if not isinstance(data, dict):
+        return data
+    if len(data) > MAX_FIELDS:
+        raise ValueError(f"{len(data):,} fields, at most {MAX_FIELDS} are taken")
+    return {key: value for key, value in data.items() if value is not None}
 
 
 class Strict(BaseModel):
@@ -117,7 +125,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    choice: Listed[str] | None = Field(None, min_length=1, max_length=1024)
 
 
 class Generation(SamplingParams):
@@ -136,7 +144,7 @@ class Generation(SamplingParams):
     cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
     acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
     user: str = Field("", description="accepted and ignored, like the next three")
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], BeforeValidator(_without_nulls)] = Field(default_factory=dict)
     store: bool = False
     service_tier: str = "auto"
 
@@ -144,12 +152,14 @@ class Generation(SamplingParams):
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         json.dumps(data, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
-        return _without_nulls(data)
+        data = _without_nulls(data)
+        biases = data.get("logit_bias") if isinstance(data, dict) else None
+        if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias: {len(biases)} tokens, at most {MAX_BIASED_TOKENS} are taken")
+        return data
 
     @model_validator(mode="after")
     def _within_reason(self) -> Generation:
-        if len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise ValueError(f"logit_bias: {len(self.logit_bias)} tokens, at most {MAX_BIASED_TOKENS} are taken")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise ValueError(f"stop_token_ids: {len(self.stop_token_ids)}, at most {MAX_STOP_TOKENS} are taken")
         if any(len(stop) > MAX_STOP_CHARACTERS for stop in self.stop):
@@ -187,7 +197,7 @@ class Generation(SamplingParams):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     max_tokens: int | None = Field(16, ge=1, description="most tokens to generate")
     echo: bool = Field(False, description="the prompt's text comes before the answer's; not with logprobs")
 
@@ -282,11 +292,11 @@ class ChatMessage(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | Listed[TextPart] = ""
     name: str = ""
     reasoning_content: str = Field("", validation_alias=AliasChoices("reasoning_content", "reasoning"))
     refusal: None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=128)
+    tool_calls: Listed[ToolCall] = Field(default_factory=list, max_length=128)
     tool_call_id: str = ""
 
     @model_validator(mode="after")
@@ -315,8 +325,8 @@ class ChatMessage(Strict):
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] = Field(default_factory=list, max_length=128)
+    messages: Listed[ChatMessage] = Field(min_length=1)
+    tools: Listed[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = Field(True, description="whether one answer may call several times")
     reasoning_effort: str | None = Field(None, max_length=64, description="handed to the target's chat template")

@@ -219,9 +219,17 @@ WRITTEN_ANYWAY = {
     *("_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "id2label"),
     *("chunk_size_feed_forward", "dtype", "torch_dtype", "label2id", "is_encoder_decoder", "model_type"),
     *("output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings"),
-    *("transformers_version", "use_cache", "initializer_range", "attention_dropout"),
+    *("transformers_version", "use_cache", "initializer_range", "attention_dropout", "num_labels", "name_or_path"),
+    *("is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
+    *("finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "sep_token_id", "torchscript"),
+    *("decoder_start_token_id", "tf_legacy_loss", "use_bfloat16", "use_return_dict", "attn_implementation"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
+    *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+    *("diversity_penalty", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
 }
-"""Keys that transformers writes for every model, without effect on what is computed here."""
+"""Keys that transformers 4 and 5 write for every model, without effect on what is computed here."""
 TRANSFORMER_KEYS = {
     *(*SAME_NAMES, *WRITTEN_ANYWAY, "hidden_act", "mlp_bias", "use_gemma_norm", "num_hidden_layers"),
     *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from dflash_serve.backend import server_backend
 from dflash_serve.deployment import Deployment
+from dflash_serve.server_adapter import resolve
+from tests.support.tiny import edit_json
 
 EVERYTHING: dict[str, Any] = {
     "parallel": {"tensor": 2},
@@ -82,6 +85,15 @@ def test_arguments_are_handed_on_as_they_are(
         ("vllm", "max-num-seqs", 2, "set limits.max_batch_size"),
         ("vllm", "api-key", "x", "set serving.api_key_file"),
         ("vllm", "speculative-config", "{}", "say how it drafts"),
+        ("sglang", "json-model-override-args", '{"rope_theta": 1}', "config.json: change it there"),
+        ("sglang", "decrypted-config-file", "x.json", "config.json: change it there"),
+        ("sglang", "context-length", 99, "set limits.max_model_len"),
+        ("vllm", "hf-overrides", '{"rope_theta": 1}', "config.json: change it there"),
+        ("vllm", "config-format", "mistral", "config.json: change it there"),
+        ("vllm", "override-generation-config", "{}", "requests alone say how they are sampled"),
+        ("vllm", "max-model-len", 99, "set limits.max_model_len"),
+        ("tensorrt-llm", "max_seq_len", 99, "set limits.max_model_len"),
+        ("tensorrt-llm", "model_kwargs", {"rope_theta": 1}, "no such option or key of config.yaml"),
         ("vllm", "spec-tokens", 2, "set speculation.block_size"),
         ("vllm", "api-server-count", 2, "one front-end counts the steps"),
         ("vllm", "scheduler-cls", "x", "`width: auto` needs our scheduler"),
@@ -152,3 +164,18 @@ def test_a_file_of_keys_that_cannot_be_used_is_a_problem(
     (found,) = problems(engine, fields, serving={"api_key_file": str(tmp_path / "keys")})
     assert found.startswith("serving.api_key_file")
     assert said in found
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "tensorrt-llm"])
+def test_rope_by_layer_type_is_written_as_every_engine_reads_it(
+    engine: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4}
+    nested = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    changes = {"rope_parameters": nested, "rope_scaling": None, "rope_theta": 1e4}
+    edit_json(Path(fields["drafter"]["model"], "config.json"), changes)
+    launch = resolve(server_backend(engine), Deployment.model_validate(fields))
+    (text,) = [file.text for file in launch.preview(tmp_path).files if file.name == "draft/config.json"]
+    written = json.loads(text or "")
+    assert (written["rope_theta"], written["rope_scaling"]) == (1e4, {"rope_type": "yarn", "factor": 8.0})
+    assert "rope_parameters" not in written

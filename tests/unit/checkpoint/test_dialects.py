@@ -107,7 +107,18 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         {"rope": {"theta": 5e5, "scaling": "yarn", **YARN}},
     ),
     "a qwen3 config without head_dim has 128 as everywhere": (raw("zlab"), {}, ("head_dim",), {"head_dim": 128}),
-    "keys that transformers writes are harmless": (raw("zlab"), {"_name_or_path": "x", "pad_token_id": 1}, (), {}),
+    "keys that transformers writes are harmless": (
+        raw("zlab"),
+        {"_name_or_path": "x", "pad_token_id": 1, "pruned_heads": {}, "top_k": 50, "is_decoder": False},
+        (),
+        {},
+    ),
+    "and so they are inside speculators' own": (
+        raw("speculators"),
+        {"transformer_layer_config.num_beams": 1, "transformer_layer_config.bad_words_ids": []},
+        (),
+        {},
+    ),
     "a third name of the slot convention, at top level": (
         raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
         {"slots": "anchor-first", "block_size": 5},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.target import TargetShape, read_target_shape
-from dflash_serve.deployment_checks import check_pairing
+from dflash_serve.deployment_checks import check_pairing, pairing_notes
 from dflash_serve.errors import UserError
 from tests.support.tiny import tiny_drafter_config
 
@@ -38,6 +38,27 @@ def test_every_mismatch_is_named(target: TargetShape, words: list[str]) -> None:
         assert word in problem.what
         assert problem.where == "drafter for some/target"
         assert problem.do
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"eos_token_id": [2, 7]}, ["mask_token_id 7 is some/target's eos_token_id"]),
+        ({"bos_token_id": 7, "eos_token_id": 2}, ["mask_token_id 7 is some/target's bos_token_id"]),
+        ({"eos_token_id": 2}, []),
+        ({"rope_theta": 1e6}, ["its RoPE base is 10000, some/target's is 1e+06"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["its RoPE is plain"]),
+    ],
+)
+def test_what_a_drafter_hardly_was_trained_with_is_a_note(
+    config: dict[str, object], said: list[str], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 8, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+    target = replace(read_target_shape(tmp_path), name="some/target")
+    notes = pairing_notes(tiny_drafter_config(), target)
+    assert len(notes) == len(said)
+    assert all(words in note for words, note in zip(said, notes, strict=True))
 
 
 def test_a_drafter_that_does_not_say_its_depth_is_checked_by_its_ids() -> None:

@@ -79,6 +79,31 @@ def test_only_layers_with_keys_and_values_are_counted(
     assert found.kv_bytes(2, 1000) == one * sum(window or 1000 for window in windows)
 
 
+GDN = {"linear_num_value_heads": 48, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+STATES = {
+    "Qwen3.5": ({"full_attention_interval": 4, **GDN}, 3 * 48 * 128 * 128 * 4),
+    "in bfloat16": ({"full_attention_interval": 4, **GDN, "mamba_ssm_dtype": "bfloat16"}, 3 * 48 * 128 * 128 * 2),
+    "Nemotron-H, whose MLPs are layers": (
+        {"hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128},
+        2 * 8 * 64 * 128 * 4,
+    ),
+    "Jamba": ({"attn_layer_period": 4, "mamba_expand": 2, "mamba_d_state": 16}, 3 * 2 * 4096 * 16 * 4),
+    "Kimi-Linear": (
+        {"linear_attn_config": {"full_attn_layers": [4], "num_heads": 32, "head_dim": 128}},
+        3 * 32 * 128 * 128 * 4,
+    ),
+    "MiniMax": ({"attn_type_list": [0, 0, 1, 0]}, 3 * 32 * 128 * 128 * 4),
+    "short convolutions": ({"layer_types": ["conv"] * 3 + ["full_attention"]}, 0),
+    "none": ({}, 0),
+}
+"""Keys of config.json -> bytes of one sequence's recurrent state."""
+
+
+@pytest.mark.parametrize(("keys", "size"), STATES.values(), ids=STATES)
+def test_the_recurrent_state_of_hybrid_targets_is_counted(keys: dict[str, object], size: int, tmp_path: Path) -> None:
+    assert layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], "num_hidden_layers": 4, **keys}).state_bytes == size
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

@@ -77,6 +77,16 @@ def test_it_becomes_the_embedded_server_of_the_merged_deployment_as_a_dry_run_sa
     assert (written["speculation"]["width"], written["limits"]["max_batch_size"]) == (3, 2)
 
 
+def test_a_folder_and_a_relative_path_are_told_as_what_they_are(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "a folder, no deployment; give a deployment.yaml, or --target" in str(serve(str(folders[0])))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deployment.yaml").write_text("target: {model: ./models/mine}")
+    assert f"./models/mine: no such folder below {tmp_path}" in str(serve("deployment.yaml"))
+    assert f"nowhere.yaml: cannot be read (No such file or directory, below {tmp_path})" in str(serve("nowhere.yaml"))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from dflash_serve.cli import doctor
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
 from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
@@ -203,3 +204,17 @@ def test_a_backend_that_cannot_be_given_faults_is_one_line(
     monkeypatch.setattr("dflash_serve.cli.doctor.embedded_backend", lambda: SimpleNamespace(name="torch"))
     assert call(monkeypatch, "doctor", *given(pair, tmp_path)) == 2
     assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err
+
+
+def test_progress_is_told_with_the_time_that_is_left_where_no_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LINE_SECONDS", 0.0)
+    for quiet in (True, False):
+        with doctor._progress(quiet=quiet) as advance:
+            advance("loading", 1)
+            for name in ("as it is", "another mask"):
+                advance(name, 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["loading", "as it is (1 of 40)"]
+    assert lines[2].startswith("another mask (2 of 40), about ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.deployment import Deployment
@@ -162,6 +164,44 @@ def test_a_key_that_changes_what_is_computed_is_refused(plain: Path, tmp_path: P
     with pytest.raises(UserError, match="architecture|layer type|llama with sliding|rope|rotary|" + key) as error:
         load_target(str(folder))
     assert "\n" not in str(error.value)
+
+
+OF_TRANSFORMERS_4 = {
+    **{"is_decoder": False, "num_beams": 1, "top_p": 0.9, "bad_words_ids": None, "forced_eos_token_id": 2},
+    **{"pruned_heads": {}, "return_dict_in_generate": False, "tf_legacy_loss": False, "attn_implementation": "sdpa"},
+    **{"typical_p": 1.0, "max_length": 20, "num_labels": 2, "unsloth_version": "2026.9", "model_max_length": 4096},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_transformers_writes_is_read(tmp_path: Path, family: str) -> None:
+    written = AutoConfig.for_model(family).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**OF_TRANSFORMERS_4, **written}))
+    assert read_target_config(tmp_path).model_type == family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(tmp_path: Path, family: str) -> None:
+    written = AutoConfig.for_model(family, num_hidden_layers=4, hidden_size=256, num_attention_heads=4).to_dict()
+    read = list[str]()
+    for key in written.keys() - {"model_type"}:
+        (tmp_path / "config.json").write_text(json.dumps({name: written[name] for name in written if name != key}))
+        try:
+            found = read_target_config(tmp_path)
+        except UserError:
+            continue
+        read.append(key)
+        wanted = AutoConfig.from_pretrained(tmp_path)
+        kinds = getattr(
+            wanted, "layer_types", ["sliding_attention" if wanted.to_dict().get("sliding_window") else ""] * 4
+        )
+        assert (found.num_key_value_heads, found.rms_norm_eps) == (wanted.num_key_value_heads, wanted.rms_norm_eps), key
+        assert found.head_dim == (getattr(wanted, "head_dim", None) or 64), key
+        assert found.rope.theta == wanted.rope_parameters["rope_theta"], key
+        assert found.tie_word_embeddings == wanted.tie_word_embeddings, key
+        assert [layer.window is not None for layer in found.layers] == [kind.startswith("sl") for kind in kinds], key
+    assert {"tie_word_embeddings", "rope_parameters"} <= set(read)
 
 
 def test_a_tied_head_that_differs_is_refused(plain: Path, tmp_path: Path) -> None:

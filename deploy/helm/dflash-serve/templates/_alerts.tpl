@@ -11,7 +11,7 @@ dict "root" $ "line" PromQL "window" "15m", and "extra" label matchers */ -}}
 - alert: {{ .name }}
   expr: {{ .expr | quote }}
   for: {{ .for }}
-  labels: {severity: {{ .severity }}, release: {{ .root.Release.Name }}}
+  labels: {severity: {{ .severity }}, release: {{ .root.Release.Name | quote }}}
   annotations:
     summary: {{ .what | quote }}
     runbook: {{ printf "docs/alerts.md#%s" (lower .name) }}

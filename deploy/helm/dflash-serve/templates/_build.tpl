@@ -10,7 +10,7 @@
 {{- /* Compares every file of the build with its manifest; a difference ends the pod with one line. */ -}}
 {{- define "dflash-serve.verifyBuild" -}}
 - name: verify-build
-  image: {{ include "dflash-serve.image" .Values.image }}
+  image: {{ include "dflash-serve.image" .Values.image | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [timeout, {{ include "dflash-serve.startupSeconds" . | quote }}, dflash-serve, build]
   args: [/etc/dflash-serve/recipe.yaml, --output, {{ include "dflash-serve.buildFolder" . }}, --verify]

@@ -10,7 +10,7 @@
 
 {{- define "dflash-serve.checkNode" -}}
 - name: check-node
-  image: {{ include "dflash-serve.image" .Values.image }}
+  image: {{ include "dflash-serve.image" .Values.image | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [python3, /etc/dflash-serve/check.py]
   args: {{ include "dflash-serve.nodeChecks" . }}

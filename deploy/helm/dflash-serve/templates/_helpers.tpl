@@ -5,7 +5,7 @@
 {{- /* Labels of selectors: they must not change in an upgrade. */ -}}
 {{- define "dflash-serve.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "dflash-serve.labels" -}}
@@ -17,8 +17,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{- /* metadata of an object: dict "root" $ "suffix" "-x" */ -}}
 {{- define "dflash-serve.metadata" -}}
-name: {{ include "dflash-serve.fullname" .root }}{{ .suffix }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ printf "%s%s" (include "dflash-serve.fullname" .root) .suffix | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "dflash-serve.labels" .root | nindent 2 }}
 {{- end -}}

@@ -33,13 +33,13 @@ template:
       {{- include "dflash-serve.selector" $root | nindent 6 }}
       app.kubernetes.io/component: {{ .name }}
   spec:
-    serviceAccountName: {{ include "dflash-serve.jobAccount" $root }}
+    serviceAccountName: {{ include "dflash-serve.jobAccount" $root | quote }}
     {{- include "dflash-serve.podRights" $root | nindent 4 }}
     restartPolicy: Never
     {{- include "dflash-serve.placement" (dict "root" $root "gpus" .gpus "component" .name) | nindent 4 }}
     containers:
       - name: {{ .name }}
-        image: {{ .image }}
+        image: {{ .image | quote }}
         imagePullPolicy: {{ $root.Values.image.pullPolicy }}
         command: {{ toJson .command }}
         env:
@@ -59,7 +59,7 @@ template:
           - {name: tmp, mountPath: /tmp}
     volumes:
       - name: config
-        configMap: {name: {{ include "dflash-serve.fullname" $root }}-jobs}
+        configMap: {name: {{ printf "%s-jobs" (include "dflash-serve.fullname" $root) | quote }}}
       {{- include "dflash-serve.modelVolume" $root | nindent 6 }}
       {{- include "dflash-serve.tokenVolume" $root | nindent 6 }}
       {{- range list "cache" "prepared" "tmp" }}

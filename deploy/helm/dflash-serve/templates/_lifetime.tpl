@@ -20,12 +20,12 @@
 {{- $facts := include "dflash-serve.facts" . | fromYaml -}}
 {{- $probes := (include "dflash-serve.engine" . | fromYaml).probes -}}
 startupProbe:
-  httpGet: {path: {{ $probes.started }}, port: http}
+  httpGet: {path: {{ $probes.started | quote }}, port: http}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: {{ divf (include "dflash-serve.startupSeconds" . | float64) 10 | ceil | int }}
 livenessProbe: # shallow: load never kills a server
-  httpGet: {path: {{ $probes.live }}, port: http}
+  httpGet: {path: {{ $probes.live | quote }}, port: http}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
@@ -35,15 +35,15 @@ readinessProbe:
     command:
       - python3
       - /etc/dflash-serve/ready.py
-      - --backend={{ .Values.backend }}
-      - --ready={{ $probes.ready }}
+      - {{ printf "--backend=%s" .Values.backend | quote }}
+      - {{ printf "--ready=%s" $probes.ready | quote }}
       - {{ printf "--model=%s" (include "dflash-serve.servedModel" .) | quote }}
       - --width={{ $facts.width }}
       {{- with .Values.secrets.apiKeys.name }}
       - --keys=/etc/dflash-serve-keys/keys
       {{- end }}
   {{- else }}
-  httpGet: {path: {{ $probes.ready }}, port: http}
+  httpGet: {path: {{ $probes.ready | quote }}, port: http}
   {{- end }}
   periodSeconds: 10
   timeoutSeconds: 30

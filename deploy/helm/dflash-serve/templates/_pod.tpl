@@ -26,7 +26,7 @@ spec:
   {{- include "dflash-serve.placement" (dict "root" $root "gpus" $facts.gpusPerPod "component" .component) | nindent 2 }}
   {{- if $values.placement.computeDomain }}
   resourceClaims:
-    - {name: compute-domain, resourceClaimTemplateName: {{ include "dflash-serve.fullname" $root }}-domain}
+    - {name: compute-domain, resourceClaimTemplateName: {{ printf "%s-domain" (include "dflash-serve.fullname" $root) | quote }}}
   {{- end }}
   {{- $checks := ne (include "dflash-serve.nodeChecks" $root) "[]" }}
   {{- if or $checks $values.build.enabled $values.initContainers }}
@@ -45,7 +45,7 @@ spec:
     - {{- include "dflash-serve.serverContainer" (dict "root" $root "component" .component "facts" $facts) | nindent 6 }}
   volumes:
     - name: config
-      configMap: {name: {{ include "dflash-serve.fullname" $root }}}
+      configMap: {name: {{ include "dflash-serve.fullname" $root | quote }}}
     {{- include "dflash-serve.modelVolume" $root | nindent 4 }}
     {{- include "dflash-serve.tokenVolume" $root | nindent 4 }}
     {{- include "dflash-serve.keysVolume" $root | nindent 4 }}
@@ -62,7 +62,7 @@ spec:
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
 name: server
-image: {{ include "dflash-serve.image" $values.image }}
+image: {{ include "dflash-serve.image" $values.image | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 command: [dflash-serve]
 args:
@@ -107,7 +107,7 @@ volumeMounts:
 {{- define "dflash-serve.arguments" -}}
 - serve
 - /etc/dflash-serve/deployment.yaml
-- --backend={{ .Values.backend }}
+- {{ printf "--backend=%s" .Values.backend | quote }}
 - --host=0.0.0.0
 - --port=8000
 - --folder=/prepared

@@ -30,7 +30,7 @@ capabilities:
 {{- end -}}
 
 {{- define "dflash-serve.podBasics" -}}
-serviceAccountName: {{ include "dflash-serve.serviceAccount" . }}
+serviceAccountName: {{ include "dflash-serve.serviceAccount" . | quote }}
 {{ include "dflash-serve.podRights" . }}
 {{- end -}}
 
@@ -56,7 +56,7 @@ securityContext:
 - {name: HF_HOME, value: /models/huggingface}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
 {{- range $name, $value := (include "dflash-serve.engine" $root | fromYaml).environment }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
 {{- if .offline }}
 - {name: HF_HUB_OFFLINE, value: "1"}
@@ -102,7 +102,7 @@ securityContext:
   {{- else if eq .kind "node" }}
   hostPath: {path: {{ .path | quote }}, type: Directory}
   {{- else }}
-  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "dflash-serve.fullname" $)) }}}
+  persistentVolumeClaim: {claimName: {{ .claim | default (printf "%s-models" (include "dflash-serve.fullname" $)) | quote }}}
   {{- end }}
   {{- end }}
 {{- end -}}

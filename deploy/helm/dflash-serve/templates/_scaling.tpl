@@ -2,7 +2,7 @@
 {{- $several := gt ((include "dflash-serve.facts" . | fromYaml).nodes | int) 1 -}}
 apiVersion: {{ $several | ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" }}
 kind: {{ $several | ternary "LeaderWorkerSet" "Deployment" }}
-name: {{ include "dflash-serve.fullname" . }}
+name: {{ include "dflash-serve.fullname" . | quote }}
 {{- end -}}
 
 {{- define "dflash-serve.scaleBehavior" -}}

@@ -4,8 +4,8 @@
 apiVersion: v1
 kind: Pod
 metadata:
-  name: {{ include "dflash-serve.fullname" $root }}-test-{{ .name }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ printf "%s-test-%s" (include "dflash-serve.fullname" $root) .name | quote }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "dflash-serve.labels" $root | nindent 4 }}
     app.kubernetes.io/component: test
@@ -64,7 +64,7 @@ affinity:
             app.kubernetes.io/component: server
 containers:
   - name: {{ .name }}
-    image: {{ include "dflash-serve.image" $root.Values.image }}
+    image: {{ include "dflash-serve.image" $root.Values.image | quote }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     command: {{ .command | toJson }}
     env:
@@ -83,7 +83,7 @@ containers:
       {{- end }}
 volumes:
   - name: config
-    configMap: {name: {{ include "dflash-serve.fullname" $root }}}
+    configMap: {name: {{ include "dflash-serve.fullname" $root | quote }}}
   - {name: cache, emptyDir: {sizeLimit: 1Gi}}
   - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
   {{- include "dflash-serve.keysVolume" $root | nindent 2 }}
