@@ -73,7 +73,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         policy = FixedWidth(fixed) if fixed is not None else self._policy(self._costs(offered), offered)
         self.widths = BatchWidths(GuardedPolicy(policy, offered[-1]), offered)
         if self.ranks.is_first and fixed is None:  # it decides for all
-            RESULTS.listeners.append(self.widths.policy.observe)
+            RESULTS.listeners.append(self.widths.observe)
         return None
 
     def _policy(self, cost: CostModel, offered: list[int]) -> WidthPolicy:

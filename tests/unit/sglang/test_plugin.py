@@ -202,6 +202,22 @@ def test_requests_that_have_left_the_batch_are_forgotten(monkeypatch: pytest.Mon
     assert forgotten == ["a"]
 
 
+def test_a_launch_takes_the_decision_that_was_made_when_the_last_result_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(FixedWidth, "widths", lambda _, ids, *more: asked.append((list(ids), *more)) or [4])
+    widths = BatchWidths(FixedWidth(4), [1, 4, 8])
+    widths.observe(Step(["a", "b"], [4, 4], [1, 2], None, 90))
+    assert asked.pop() == (["a", "b"], 90)
+    assert (widths.choose(["a", "b"], 93), asked) == (4, []), "nothing is worked out between two launches"
+    for ids in (["a", "b"], ["a", "b", "c"]):  # it is taken once, and by its own requests only
+        assert widths.choose(ids) == 4
+        assert asked.pop()[0] == ids
+        widths.observe(Step(["a", "b"], [4, 4], [1, 2]))
+        asked.clear()
+
+
 @pytest.mark.parametrize(("text", "width"), [(None, None), ("auto", AUTO), ("4", 4)])
 def test_the_width_is_read_from_the_environment(text: str | None, width: int | None) -> None:
     assert asked_width({} if text is None else {WIDTH_VARIABLE: text}) == width
