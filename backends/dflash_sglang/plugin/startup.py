@@ -154,14 +154,14 @@ def measure(worker: Any, widths: list[int], run: RunStep, ranks: Ranks) -> CostM
     for turn in range(1 + MOST_REPETITIONS):
         again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
         for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
-            seconds = _timed(worker, job, run, ranks)
+            seconds = timed(worker, job, run, ranks)
             if turn:
                 times[job].append(seconds)
     least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()
     return tabulate(dict(zip(jobs, least, strict=True)))
 
 
-def _timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
+def timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
     """Seconds of one step on this rank, the device's work included."""
     requests, width, context = job
     made_up, device = made_up_batch(worker, requests, context), torch.get_device_module(worker.device)
