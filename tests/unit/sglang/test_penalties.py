@@ -65,7 +65,7 @@ def plain(logits: torch.Tensor, output: list[int], params: Any) -> torch.Tensor:
     return logits
 
 
-PENALISED = [
+PENALISED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"min_new_tokens": 6},

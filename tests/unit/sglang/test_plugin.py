@@ -206,7 +206,12 @@ def test_a_launch_takes_the_decision_that_was_made_when_the_last_result_was_read
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(FixedWidth, "widths", lambda _, ids, *more: asked.append((list(ids), *more)) or [4])
+
+    def four(_: object, ids: list[str], *more: int) -> list[int]:
+        asked.append((ids, *more))
+        return [4]
+
+    monkeypatch.setattr(FixedWidth, "widths", four)
     widths = BatchWidths(FixedWidth(4), [1, 4, 8])
     widths.observe(Step(["a", "b"], [4, 4], [1, 2], None, 90))
     assert asked.pop() == (["a", "b"], 90)
