@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -202,6 +203,10 @@ def made_up_batch(worker: Any, requests: int, context: int) -> Iterator[Any]:
         spec_algorithm=runner.spec_algorithm,
         spec_info=make_draft_input_v2(bonus_tokens=anchors, new_seq_lens=on_device),
         can_run_decode_cuda_graph=True,
+        # For recurrent layers: no request has a state that the prefix cache keeps.
+        req_to_token_pool=runner.req_to_token_pool,
+        tree_cache=SimpleNamespace(page_size=worker.page_size),
+        mamba_lazy_spec_track_positions_cpu=[0] * requests,
     )
     try:
         yield batch

@@ -40,7 +40,7 @@ def run_step(
     on_publish: Any = None,
     grammar_barrier: Any = None,
 ) -> Any:
-    """Drafts, verifies, accepts, publishes and injects; gives SGLang's result.
+    """Drafts, verifies, accepts, publishes and injects (at width 1, too: prefixes are reused); gives SGLang's result.
 
     Args:
         state: what the target verifies with; None = SGLang's own, for whole blocks.
@@ -49,24 +49,27 @@ def run_step(
     prefix, draft_input = batch.seq_lens, batch.spec_info
     prefix.record_stream(torch.get_device_module(worker.device).current_stream())
     ids, positions, entries = _blocks(worker, batch)
-    tokens = draft_input.bonus_tokens.view(-1, 1)
+    tokens = draft_input.bonus_tokens[:, None]
     if width > 1:
         tokens = torch.cat([tokens, _drafts(worker, batch, ids, positions, entries)[:, : width - 1]], dim=1)
     tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
     positions, entries = positions[:, :width].reshape(-1), entries[:, :width].reshape(-1)
     kv_plan = _plan(worker, batch, entries, width)
-    output = _verify(worker, batch, tokens, positions, entries, kv_plan, state)
-    logits = output.logits_output
-    best = _best(worker, batch, logits, penalties)
-    if best is None:
-        _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
-    gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
+    with verifying(worker.model_runner, state):
+        output = _verify(worker, batch, tokens, positions, entries, kv_plan)
+        logits = output.logits_output
+        best = _best(worker, batch, logits, penalties)
+        if best is None:
+            _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
+        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
+        worker._update_target_mamba_state_after_verify(  # the attention that verified knows where states lie
+            batch=batch, seq_lens_pre_verify=prefix, seq_lens_post_verify=lengths, commit_lens=gained
+        )
     if penalties is not None:
         penalties.settle(batch.reqs, tokens, gained)
     _report(batch, logits, draft_input, out_tokens, gained)
     if on_publish is not None:
         on_publish(lengths)
-    # A step that does not draft injects, too: SGLang's radix cache hands these entries to later requests.
     drafters = kv_plan.write_ids(worker.draft_model_runner.kv_index_translator)
     worker._append_target_hidden_to_draft_kv_by_loc(
         target_hidden=logits.hidden_states,
@@ -157,8 +160,8 @@ def _drafts(worker: Any, batch: Any, ids: Any, positions: Any, entries: Any) -> 
         output = worker.draft_model_runner.forward(forward_batch)
     if worker._draft_sampler is not None and output.can_run_graph:  # the graph took the argmax
         return worker._draft_sampler.out[: requests * (block - 1)].view(requests, block - 1)
-    hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
     with draft_tp_context(worker.draft_parallel_layout):  # not inference_mode: SGLang keeps the buffers made here
+        hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
         tokens = worker._greedy_sample_from_vocab_parallel_head(
             hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=target.lm_head
         )
@@ -186,9 +189,7 @@ def _draft_lengths(worker: Any, batch: Any, entries: Any) -> tuple[Any, Any]:
     return lengths, host
 
 
-def _verify(
-    worker: Any, batch: Any, tokens: Any, positions: Any, entries: Any, kv_plan: Any, state: WidthState | None
-) -> Any:
+def _verify(worker: Any, batch: Any, tokens: Any, positions: Any, entries: Any, kv_plan: Any) -> Any:
     """The target's pass over tokens [n, w]; gives its output, logits in shards of the vocabulary or whole."""
     draft_input, width = batch.spec_info, tokens.shape[1]
     verify_input = DFlashVerifyInput(
@@ -206,12 +207,11 @@ def _verify(
     elif draft_input.nxt_kv_lens_cpu is not None:
         batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
     batch.out_cache_loc = entries
-    with verifying(worker.model_runner, state):
-        forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = saved
-        return worker.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+    forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
+    batch.seq_lens_cpu, batch.seq_lens_sum = saved
+    return worker.target_worker.forward_batch_generation(
+        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+    )
 
 
 def _best(worker: Any, batch: Any, logits: Any, penalties: Penalties | None) -> Any:

@@ -141,10 +141,14 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
 def whole_only(worker: WidthWorker) -> str | None:
     """The reason why this server verifies whole blocks only; None: other widths can be verified."""
+    mamba = get_exec().mamba
+    kind = type(getattr(worker.model_runner.attn_backend, "linear_attn_backend", None)).__name__
+    states_by_width = {"GDNAttnBackend": True, "Mamba2AttnBackend": mamba.mamba_backend == "triton"}.get(kind, False)
     reasons = {
         "the draft is not a plain DFlash one": not (worker.selector is worker.lilicorr is None) or worker._is_domino,
         "the drafter's block has one slot": worker.block_size < 2,
-        "the target has recurrent layers": worker._need_mamba_verify_commit,
+        f"the target's recurrent layers ({kind}) take one width": worker._need_mamba_verify_commit
+        and (not states_by_width or mamba.enable_linear_replayssm_spec),
         "attention is data-parallel": get_parallel().attn_dp_enabled,
         "attention is context-parallel": get_parallel().attn_cp_size > 1,
         "two batches overlap": get_exec().overlap.enable_two_batch_overlap,

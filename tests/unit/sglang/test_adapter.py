@@ -118,7 +118,7 @@ RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
     ("config", "change", "part"),
     [
         ({}, devices(8, tensor=8, attention_data=True), "data-parallel attention"),
-        (RECURRENT, {}, "recurrent layers in the target"),
+        ({**RECURRENT, "model_type": "lfm2"}, {}, "recurrent layers in the target"),
     ],
 )
 def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
@@ -135,7 +135,9 @@ def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
 
 
 @pytest.mark.parametrize("width", ["auto", 4, 8, "off", 1])
-def test_sglangs_own_algorithm_is_told_the_width(fields: dict[str, Any], width: object) -> None:
+@pytest.mark.parametrize("config", [{}, RECURRENT])
+def test_sglangs_own_algorithm_is_told_the_width(fields: dict[str, Any], config: dict[str, Any], width: object) -> None:
+    edit_json(Path(fields["target"]["model"]) / "config.json", config)
     speculation = {"width": width, "block_size": 8}
     drafts = width not in ("off", 1)
     told = command(fields, speculation=speculation)
