@@ -74,6 +74,7 @@ def mixed(page: int) -> tuple[str, ...]:
     return "--page-size", str(page), "--chunked-prefill-size", str(max(8, 2 * page)), "--enable-mixed-chunk"
 
 
+STEPS_FILE = "steps.json"
 MEASURED = Way({"width": "auto"}, mixed(64), STRICT)
 WAYS = {
     "DFLASH, two tokenizers, no sampling kernel": Way(
@@ -103,6 +104,8 @@ WAYS = {
 def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployment, OnCpu]:
     """The way's deployment, and the backend that serves it."""
     env = dict(way.env)
+    if way == MEASURED:
+        env["SGLANG_CPU_STEPS"] = str(folder / STEPS_FILE)
     if way.cost is not None:
         env[COST_TABLE] = str(folder / "cost.json")
         Path(env[COST_TABLE]).write_text(json.dumps(way.cost))
@@ -334,6 +337,14 @@ def test_the_drafters_time_is_measured(server: Server, way: Way) -> None:
     if way == MEASURED:
         pytest.skip("by its costs a draft may never pay")
     assert server.metric(f"{DRAFT_SECONDS}_sum") > 0
+
+
+def test_a_narrow_step_launches_as_few_kernels_as_sglangs_own(server: Server, way: Way) -> None:
+    if way != MEASURED:
+        pytest.skip("not counted here")
+    for parts in json.loads((server.folder.parent / STEPS_FILE).read_text()).values():
+        (_, own), (_, narrow), *_ = parts.values()
+        assert narrow <= own + 3, parts
 
 
 def test_dashboards_routers_and_probes_find_what_they_look_for(server: Server) -> None:

@@ -14,7 +14,7 @@ def install() -> None:
     """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
-    from sglang_cpu_platform import attention, eagle, faults, kernels, recurrent, sampling, widths
+    from sglang_cpu_platform import attention, eagle, faults, kernels, recurrent, sampling, steps, widths
 
     attention.install()
     eagle.install()
@@ -22,4 +22,5 @@ def install() -> None:
     kernels.install()
     recurrent.install()
     sampling.install()
+    steps.install()
     widths.install()
