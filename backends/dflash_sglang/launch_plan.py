@@ -82,7 +82,7 @@ class SGLangPlan(LaunchPlan):
         if self.drafter is None:
             return None
         parts = {
-            f"a {self.family} drafter": self.drafter.markov is not None or self.drafter.selector is not None,
+            f"a {self.family} drafter": self.drafter.markov is not None,
             "one half of a disaggregated pair": self.is_half,
             "recurrent layers in the target": self.target.recurrent
             and not self.target.shape.model_type.startswith(ANY_WIDTH),

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
-from sglang.srt.speculative.dflash_worker_v2 import _resolve_dflash_embedding_module
+from sglang.srt.speculative.dflash_worker_v2 import _is_all_greedy, _resolve_dflash_embedding_module
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
@@ -49,7 +49,7 @@ def run_step(
     prefix, draft_input = batch.seq_lens, batch.spec_info
     prefix.record_stream(torch.get_device_module(worker.device).current_stream())
     ids, positions, entries = _blocks(worker, batch)
-    tokens = draft_input.bonus_tokens[:, None]
+    tokens, worker._selector_sample = draft_input.bonus_tokens[:, None], None
     if width > 1:
         tokens = torch.cat([tokens, _drafts(worker, batch, ids, positions, entries)[:, : width - 1]], dim=1)
     tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
@@ -125,7 +125,9 @@ def _plan(worker: Any, batch: Any, entries: Any, width: int) -> Any:
 
 
 def _drafts(worker: Any, batch: Any, ids: Any, positions: Any, entries: Any) -> Any:
-    """Greedy drafts [n, B - 1] for slots 1..B-1 of every request's block."""
+    """Drafts [n, B - 1] for slots 1..B-1 of every request's block: greedy, or drawn by DFlash2's selector, which leaves
+    their probabilities in `worker._selector_sample`.
+    """
     (requests, block), target = ids.shape, worker.target_worker.model_runner.model
     lengths, lengths_cpu = _draft_lengths(worker, batch, entries)
     embeds = _resolve_dflash_embedding_module(worker.draft_model, target)(ids)
@@ -156,11 +158,24 @@ def _drafts(worker: Any, batch: Any, ids: Any, positions: Any, entries: Any) -> 
     if worker.use_compact_draft_cache:
         kv_plan = kv_plan.reads_from(reader, seq_lens=lengths, seq_lens_cpu=lengths_cpu, read_extent=block)
     kv_plan.bind(forward_batch, reader)
+    sampler, sampling_info = worker._draft_sampler, batch.sampling_info
+    if worker.selector is not None and sampler is not None:
+        sampler.stage_sampling_params(bs=requests, sampling_info=sampling_info)
     with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
         output = worker.draft_model_runner.forward(forward_batch)
-    if worker._draft_sampler is not None and output.can_run_graph:  # the graph took the argmax
-        return worker._draft_sampler.out[: requests * (block - 1)].view(requests, block - 1)
+    if sampler is not None and output.can_run_graph:  # the graph chose the tokens
+        if worker.selector is not None and not _is_all_greedy(sampling_info):
+            worker._selector_sample = sampler.candidate_out[:requests], sampler.q_out[:requests]
+        return sampler.out[: requests * (block - 1)].view(requests, block - 1)
     with draft_tp_context(worker.draft_parallel_layout):  # not inference_mode: SGLang keeps the buffers made here
+        if worker.selector is not None:
+            return worker._propose_selector_block(
+                draft_logits_output=output.logits_output,
+                bs=requests,
+                lm_head=target.lm_head,
+                anchor_token_ids=ids[:, 0],
+                sampling_info=sampling_info,
+            )
         hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
         tokens = worker._greedy_sample_from_vocab_parallel_head(
             hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=target.lm_head
@@ -257,6 +272,12 @@ def _accept(
     requests, width = tokens.shape
     worker._ensure_accept_bonus_buffers(requests)  # as wide as a whole block
     block, worker.block_size = worker.block_size, width
+    dense = worker._draft_probs_buf  # of the selector, all zeros between steps: any shape can be cut out of it
+    if worker._selector_sample is not None:
+        worker._selector_sample = tuple(part[:, : width - 1] for part in worker._selector_sample)
+        if dense is not None:
+            row = (width - 1) * dense.shape[-1]
+            worker._draft_probs_buf = dense.view(-1)[: dense.numel() // row * row].view(-1, width - 1, dense.shape[-1])
     try:
         _, gained, bonus, out_tokens, lengths = worker._accept_block(
             candidates=tokens,
@@ -269,6 +290,8 @@ def _accept(
         )
     finally:
         worker.block_size = block
+        if dense is not None and worker._draft_probs_buf.numel() <= dense.numel():
+            worker._draft_probs_buf = dense
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
 
 

@@ -145,7 +145,7 @@ def whole_only(worker: WidthWorker) -> str | None:
     kind = type(getattr(worker.model_runner.attn_backend, "linear_attn_backend", None)).__name__
     states_by_width = {"GDNAttnBackend": True, "Mamba2AttnBackend": mamba.mamba_backend == "triton"}.get(kind, False)
     reasons = {
-        "the draft is not a plain DFlash one": not (worker.selector is worker.lilicorr is None) or worker._is_domino,
+        "the draft has a LiLiCorr or Domino head": worker.lilicorr is not None or worker._is_domino,
         "the drafter's block has one slot": worker.block_size < 2,
         f"the target's recurrent layers ({kind}) take one width": worker._need_mamba_verify_commit
         and (not states_by_width or mamba.enable_linear_replayssm_spec),
