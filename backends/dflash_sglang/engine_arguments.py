@@ -64,6 +64,9 @@ OF_OUR_DRAFTER = {
     "speculative_dspark_block_size": "speculation.block_size",
     "speculative_num_steps": SPECULATION,
     "speculative_eagle_topk": SPECULATION,
+    "speculative_adaptive": "SGLang has it for EAGLE only",
+    "speculative_adaptive_config": "SGLang has it for EAGLE only",
+    "speculative_draft_sink_size": "SGLang's DFLASH ignores it",
     "speculative_draft_window_size": "speculation.draft_window",
     "speculative_draft_model_quantization": "the drafter is served in bfloat16",
 }

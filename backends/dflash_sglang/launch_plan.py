@@ -19,6 +19,8 @@ DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
+ANY_WIDTH = ("qwen3", "nemotron_h")
+"""Families whose recurrent layers (gated delta nets, Mamba2) keep a state for every slot, and so verify any width."""
 RUNTIME_BYTES = 3 * GIB  # CUDA context, NCCL, workspaces
 GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a prefill
 WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
@@ -80,9 +82,10 @@ class SGLangPlan(LaunchPlan):
         if self.drafter is None:
             return None
         parts = {
-            f"a {self.family} drafter": self.drafter.markov is not None or self.drafter.selector is not None,
+            f"a {self.family} drafter": self.drafter.markov is not None,
             "one half of a disaggregated pair": self.is_half,
-            "recurrent layers in the target": self.target.recurrent,
+            "recurrent layers in the target": self.target.recurrent
+            and not self.target.shape.model_type.startswith(ANY_WIDTH),
             "data-parallel attention": self.deployment.parallel.attention_data,
         }
         return next((part for part, is_there in parts.items() if is_there), None)

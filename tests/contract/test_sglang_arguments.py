@@ -265,6 +265,8 @@ def test_the_pinned_list_is_that_of_the_installed_sglang() -> None:
         ("schedule-policy", "best", "invalid choice"),
         ("mem-fraction-statc", 0.9, "did you mean mem-fraction-static?"),
         ("tensor-parallel-size", 2, "set parallel.tensor"),
+        ("speculative-adaptive", True, "for EAGLE only"),
+        ("speculative-draft-sink-size", 4, "SGLang's DFLASH ignores it"),
     ],
 )
 def test_arguments_are_held_against_the_installed_parser(

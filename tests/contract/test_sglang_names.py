@@ -20,7 +20,7 @@ import dflash_sglang.plugin
 PLUGIN = Path(dflash_sglang.plugin.__file__).parent
 TREES = {path.stem: ast.parse(path.read_text()) for path in PLUGIN.glob("*.py")}
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
-HOOKED = [value for value in vars(dflash_sglang.plugin).values() if str(value).startswith("sglang.srt.")]
+HOOKED = [value for value in vars(dflash_sglang.plugin).values() if str(value).startswith("sglang.")]
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 PLAN = "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"
@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     f"{RUNNER}._decode_cuda_graph_runner_cls": (),
     f"{RUNNER}.recapture_decode_cuda_graph": (),
     f"{RUNNER}.forward": ("forward_batch",),
+    dflash_sglang.plugin.MAMBA: ("intermediate_states_buffer", "cache_steps"),
     GRAPHS: ("model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
     f"{WORKER}.forward_batch_generation": ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
     f"{WORKER}._next_accept_bonus_buffers": ("bs",),

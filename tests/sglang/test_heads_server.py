@@ -5,6 +5,7 @@ steps as our own loop.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from tests.support.tiny import random_tensors
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
 BLOCK, TOKENS = 8, 32
-PAIRS: Mapping[str, dict[str, Any]] = {
-    "DFlash2": {"convolution": CONVOLUTION, "selector": SELECTOR},
-    "DSpark": {"markov": VANILLA, **SHIFTED},
+DFLASH2 = {"convolution": CONVOLUTION, "selector": SELECTOR}
+PAIRS: Mapping[str, tuple[dict[str, Any], int]] = {
+    "DFlash2": (DFLASH2, BLOCK),
+    "DFlash2, narrow": (DFLASH2, 3),
+    "DSpark": ({"markov": VANILLA, **SHIFTED}, BLOCK),
 }
+"""Heads of the drafter, and the width that is verified."""
 IN_STEP = "--disable-overlap-schedule"
 
 
@@ -30,7 +34,7 @@ IN_STEP = "--disable-overlap-schedule"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """A target, and a drafter of each kind."""
     made = {}
-    for name, heads in PAIRS.items():
+    for name, (heads, _) in PAIRS.items():
         folder = tmp_path_factory.mktemp(name)
         target, config = tiny_pair(folder, BLOCK, **heads)
         tensors = {key: tensor.bfloat16().float() for key, tensor in random_tensors(config).items()}  # as prepared
@@ -44,7 +48,9 @@ def servers(
     folders: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Berth]]:
     plain = deployment(next(iter(folders.values())), requests=4, width="off"), OnCpu(IN_STEP)
-    wanted = {name: (deployment(models, requests=4, width="auto"), OnCpu(IN_STEP)) for name, models in folders.items()}
+    wanted = {
+        name: (deployment(models, requests=4, width=PAIRS[name][1]), OnCpu(IN_STEP)) for name, models in folders.items()
+    }
     with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=1) as running:
         yield running
 
@@ -64,8 +70,17 @@ def test_it_answers_as_without_speculation_and_accepts_as_our_loop(
 ) -> None:
     server = servers[name].ready.result()
     found = [server.generate(prompt, TOKENS) for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:  # sampled and greedy requests in the same steps
+        asked = [{"temperature": 1e-5}, {"temperature": 0.8}, {}, {"temperature": 1.2, "top_p": 0.9}]
+        sampled = list(
+            pool.map(lambda one: server.generate(one[0], TOKENS, **one[1]), zip(PROMPTS, asked, strict=True))
+        )
     servers[name].left.set()
     assert [answer["output_ids"] for answer in found] == truth
+    assert [len(answer["output_ids"]) for answer in sampled] == [TOKENS] * 4
+    assert [sampled[at]["output_ids"] for at in (0, 2)] == [truth[at] for at in (0, 2)]
+    if PAIRS[name][1] < BLOCK:
+        return
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     ours = [answers(tiny_engine(folders[name], width=BLOCK), [prompt], params)[0] for prompt in PROMPTS]
     assert [output.token_ids for output in ours] == truth

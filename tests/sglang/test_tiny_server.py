@@ -1,5 +1,5 @@
-"""The real server with a tiny Qwen3 pair: whatever is asked for, speculation changes no token and leaks no K/V entry;
-and it exports all that the dashboard asks of it, and what routers are told to look for.
+"""The real server with tiny Qwen3 and Qwen3.5 (recurrent layers) pairs: whatever is asked for, speculation changes no
+token and leaks no K/V entry; and it exports all that the dashboard asks of it, and what routers are told to look for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ BLOCK = 16
 CONTEXT = 512
 SCHEMA = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
 IN_STEP = "--disable-overlap-schedule"
+HYBRID = "qwen3_5_text"
+STATES = ("--max-mamba-cache-size", "64")
+"""Recurrent states that SGLang keeps; its own number fills the memory."""
+PLAIN = {"qwen3": (IN_STEP,), HYBRID: (IN_STEP, "--mamba-radix-cache-strategy", "no_buffer", *STATES)}
+"""Flags of the server without speculation, by family of the target.
+
+With overlapped scheduling SGLang's plain decoding penalises a token by those before the last one only. With recurrent
+layers its other strategy pins memory, which a CPU cannot.
+"""
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 SLOW_TOKENIZERS = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
 """Seconds; they import longer than the 5 that they are given."""
@@ -54,6 +63,7 @@ class Way:
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
+    family: str = "qwen3"
     cost: object = None
     counts_penalties: bool = True
     samples: bool = True
@@ -64,6 +74,8 @@ def mixed(page: int) -> tuple[str, ...]:
     return "--page-size", str(page), "--chunked-prefill-size", str(max(8, 2 * page)), "--enable-mixed-chunk"
 
 
+STEPS_FILE = "steps.json"
+MEASURED = Way({"width": "auto"}, mixed(64), STRICT)
 WAYS = {
     "DFLASH, two tokenizers, no sampling kernel": Way(
         {"width": BLOCK},
@@ -75,19 +87,25 @@ WAYS = {
     "automatic, retracting, windowed": Way(
         {"width": "auto", "draft_window": 16}, ("--page-size", "1"), {**STRICT, **RETRACTING}, cost=CHEAP
     ),
-    "automatic, measured, paged, chunked": Way({"width": "auto"}, mixed(64), STRICT),
+    "automatic, measured, paged, chunked": MEASURED,
     "narrow, paged, windowed, chunked, in step": Way({"width": 3, "draft_window": 16}, (*mixed(16), IN_STEP), STRICT),
     "two ranks": Way({"width": "auto"}, env=STRICT, ranks=2, cost=CHEAP),
     "two ranks, one short of memory": Way({"width": "auto"}, env={"SGLANG_CPU_FAULT": "memory:1"}, ranks=2, cost=CHEAP),
     "two ranks, one of which fails, paged": Way(
         {"width": 3}, ("--page-size", "16"), env={"SGLANG_CPU_FAULT": "width 3:1"}, ranks=2
     ),
+    "hybrid, automatic, retracting": Way(
+        {"width": "auto"}, STATES, {**STRICT, **RETRACTING}, family=HYBRID, cost=CHEAP
+    ),
+    "hybrid, narrow, chunked": Way({"width": 3}, (*STATES, "--chunked-prefill-size", "64"), STRICT, family=HYBRID),
 }
 
 
 def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployment, OnCpu]:
     """The way's deployment, and the backend that serves it."""
     env = dict(way.env)
+    if way == MEASURED:
+        env["SGLANG_CPU_STEPS"] = str(folder / STEPS_FILE)
     if way.cost is not None:
         env[COST_TABLE] = str(folder / "cost.json")
         Path(env[COST_TABLE]).write_text(json.dumps(way.cost))
@@ -98,20 +116,33 @@ def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployme
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
-    """One without speculation (`plain`), and one for each of the ways."""
-    folder = tmp_path_factory.mktemp("tiny")
-    target, config = tiny_pair(folder, BLOCK)
-    models = target, write_tiny_drafter(folder / "drafter", config)
-    wanted = {name: started(way, models, folder) for name, way in WAYS.items()}
-    # With overlapped scheduling SGLang's plain decoding penalises a token by those before the last one only.
-    with fleet(folder, {"plain": (deployment(models, width="off"), OnCpu(IN_STEP)), **wanted}) as running:
+    """One without speculation for each family, and one for each of the ways."""
+    folder, wanted = tmp_path_factory.mktemp("tiny"), {}
+    for family, flags in PLAIN.items():
+        target, config = tiny_pair(folder / family, BLOCK, family)
+        models = target, write_tiny_drafter(folder / family / "drafter", config)
+        wanted[family] = deployment(models, width="off"), OnCpu(*flags)
+        wanted |= {name: started(way, models, folder) for name, way in WAYS.items() if way.family == family}
+    with fleet(folder, wanted) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
+def truths() -> dict[str, dict[str, Any]]:
+    """Answers without speculation by family of the target."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def truth(way: Way, truths: dict[str, dict[str, Any]], servers: Mapping[str, Berth]) -> dict[str, Any]:
     """What the same server answers without speculation."""
-    server = servers["plain"].ready.result()
+    if way.family not in truths:
+        truths[way.family] = answers_of(servers[way.family])
+    return truths[way.family]
+
+
+def answers_of(berth: Berth) -> dict[str, Any]:
+    server = berth.ready.result()
     logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
     found = {
         "tokens": server.tokens(PROMPTS, streams=8),
@@ -121,7 +152,7 @@ def truth(servers: Mapping[str, Berth]) -> dict[str, Any]:
         "penalised": penalised(server),
         "to the end": to_the_end(server),
     }
-    servers["plain"].left.set()
+    berth.left.set()
     return found
 
 
@@ -303,9 +334,17 @@ def test_what_sglang_reports_is_what_we_count(server: Server) -> None:
 
 
 def test_the_drafters_time_is_measured(server: Server, way: Way) -> None:
-    if way == WAYS["automatic, measured, paged, chunked"]:
+    if way == MEASURED:
         pytest.skip("by its costs a draft may never pay")
     assert server.metric(f"{DRAFT_SECONDS}_sum") > 0
+
+
+def test_a_narrow_step_launches_as_few_kernels_as_sglangs_own(server: Server, way: Way) -> None:
+    if way != MEASURED:
+        pytest.skip("not counted here")
+    for parts in json.loads((server.folder.parent / STEPS_FILE).read_text()).values():
+        (_, own), (_, narrow), *_ = parts.values()
+        assert narrow <= own + 3, parts
 
 
 def test_dashboards_routers_and_probes_find_what_they_look_for(server: Server) -> None:

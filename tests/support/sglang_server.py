@@ -34,7 +34,13 @@ ON_CPU = (
     *("--speculative-draft-kv-cache-dtype", "auto", "--sleep-on-idle", "--decode-log-interval", "1"),
 )
 """On top of our command: the last flag of a name wins. In float32 losslessness is exact; gauges follow every step."""
-ENVIRONMENT = {"SGLANG_PLATFORM": "torch_cpu", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **FACTS.environment}
+ENVIRONMENT = {
+    "SGLANG_PLATFORM": "torch_cpu",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    **FACTS.environment,
+}
 PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "300"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
 AT_ONCE = 3
@@ -139,9 +145,9 @@ def smollm2(width: int | str) -> Deployment:
     return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
 
 
-def tiny_pair(folder: Path, block_size: int, **heads: Any) -> tuple[Path, DrafterConfig]:
-    """A tiny Qwen3 target of 512 positions, written into `folder`, and the configuration of a drafter for it."""
-    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+def tiny_pair(folder: Path, block_size: int, family: str = "qwen3", **heads: Any) -> tuple[Path, DrafterConfig]:
+    """A tiny target of 512 positions, written into `folder`, and the configuration of a drafter for it."""
+    target = write_tiny_target(folder / "target", family=family, positions=512)
     vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
     config = tiny_drafter_config(
         block_size=block_size,

@@ -21,6 +21,13 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+GATED_DELTA_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Three recurrent layers and one with attention, as Qwen3.5 has them."""
 
 
 def write_tiny_target(folder: Path, *, family: str = "llama", seed: int = 0, positions: int = 256) -> Path:
@@ -42,7 +49,10 @@ def write_tiny_target(folder: Path, *, family: str = "llama", seed: int = 0, pos
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=EOS,
+        **(GATED_DELTA_NETS if family.startswith("qwen3_5") else {}),
     )
+    if family.startswith("qwen3_5"):
+        config.full_attention_interval = 4  # SGLang reads it, and transformers drops it as an argument
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

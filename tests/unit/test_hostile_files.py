@@ -34,7 +34,7 @@ from dflash_serve.last_run import LastRun
 from dflash_serve.models.drafter import read_hot_tokens
 from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.training import data
+from dflash_serve.training import shards
 from tests.support.tiny import write_tiny_drafter
 
 MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "640"))
@@ -214,7 +214,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "survival of the last run": ("survival.json", _last_survival),
     "survival of the training": (PROVENANCE, lambda path: recorded_survival(path.parent)),
     "a manifest of a build": ("manifest.json", lambda path: read_manifest(path.parent)),
-    "a manifest of training data": ("manifest.json", lambda path: data.read_manifest(path.parent)),
+    "a manifest of training data": ("manifest.json", lambda path: shards.read_manifest(path.parent)),
     "a drafter's list of tokens": ("hot_tokens.json", lambda path: read_hot_tokens(path.parent, 96)),
     "kept results": ("report.json.partial.jsonl", lambda path: Store(path, {})),
     "prompts": ("prompts.jsonl", jsonl_prompts),

@@ -33,6 +33,7 @@ RESULT = (
 )
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+MAMBA = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch.selective_state_update"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -115,6 +116,7 @@ def ours(theirs: type, server_args: Any) -> type:
     _around(
         {
             ROW_HEADROOM: room_for_a_step,
+            MAMBA: in_rows_of_the_buffer,
             LOAD_WEIGHTS: strict,
             RESULT: RESULTS.on_result,
             QUEUE: guarded,
@@ -139,3 +141,14 @@ def room_for_a_step(headroom: Callable[[], int]) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, get_alloc_reserve_per_decode
 
     return max(headroom(), int(get_alloc_reserve_per_decode() + get_alloc_page_size()) - 1)
+
+
+def in_rows_of_the_buffer(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Writes the states of Mamba2's verified slots where SGLang reads them, at any width.
+
+    SGLang 0.5.23 tells this kernel the width of the step as the length of a request's row in the buffer of states, and
+    reads the accepted state by the row's real length: a whole block. At another width all requests but the first
+    would take over states of others. Its kernels for gated delta nets read the length from the buffer, as this does.
+    """
+    states = kwargs.get("intermediate_states_buffer")
+    return update(*args, **(kwargs if states is None else {**kwargs, "cache_steps": states.shape[1]}))

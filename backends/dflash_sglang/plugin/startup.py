@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -154,14 +155,14 @@ def measure(worker: Any, widths: list[int], run: RunStep, ranks: Ranks) -> CostM
     for turn in range(1 + MOST_REPETITIONS):
         again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
         for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
-            seconds = _timed(worker, job, run, ranks)
+            seconds = timed(worker, job, run, ranks)
             if turn:
                 times[job].append(seconds)
     least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()
     return tabulate(dict(zip(jobs, least, strict=True)))
 
 
-def _timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
+def timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
     """Seconds of one step on this rank, the device's work included."""
     requests, width, context = job
     made_up, device = made_up_batch(worker, requests, context), torch.get_device_module(worker.device)
@@ -202,6 +203,10 @@ def made_up_batch(worker: Any, requests: int, context: int) -> Iterator[Any]:
         spec_algorithm=runner.spec_algorithm,
         spec_info=make_draft_input_v2(bonus_tokens=anchors, new_seq_lens=on_device),
         can_run_decode_cuda_graph=True,
+        # For recurrent layers: no request has a state that the prefix cache keeps.
+        req_to_token_pool=runner.req_to_token_pool,
+        tree_cache=SimpleNamespace(page_size=worker.page_size),
+        mamba_lazy_spec_track_positions_cpu=[0] * requests,
     )
     try:
         yield batch

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
-from sglang.srt.speculative.dflash_worker_v2 import _resolve_dflash_embedding_module
+from sglang.srt.speculative.dflash_worker_v2 import _is_all_greedy, _resolve_dflash_embedding_module
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
@@ -40,7 +40,7 @@ def run_step(
     on_publish: Any = None,
     grammar_barrier: Any = None,
 ) -> Any:
-    """Drafts, verifies, accepts, publishes and injects; gives SGLang's result.
+    """Drafts, verifies, accepts, publishes and injects (at width 1, too: prefixes are reused); gives SGLang's result.
 
     Args:
         state: what the target verifies with; None = SGLang's own, for whole blocks.
@@ -49,24 +49,27 @@ def run_step(
     prefix, draft_input = batch.seq_lens, batch.spec_info
     prefix.record_stream(torch.get_device_module(worker.device).current_stream())
     ids, positions, entries = _blocks(worker, batch)
-    tokens = draft_input.bonus_tokens.view(-1, 1)
+    tokens, worker._selector_sample = draft_input.bonus_tokens[:, None], None
     if width > 1:
         tokens = torch.cat([tokens, _drafts(worker, batch, ids, positions, entries)[:, : width - 1]], dim=1)
     tree = GrammarTree.from_linear_chain(tokens) if batch.has_grammar else None
     positions, entries = positions[:, :width].reshape(-1), entries[:, :width].reshape(-1)
     kv_plan = _plan(worker, batch, entries, width)
-    output = _verify(worker, batch, tokens, positions, entries, kv_plan, state)
-    logits = output.logits_output
-    best = _best(worker, batch, logits, penalties)
-    if best is None:
-        _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
-    gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
+    with verifying(worker.model_runner, state):
+        output = _verify(worker, batch, tokens, positions, entries, kv_plan)
+        logits = output.logits_output
+        best = _best(worker, batch, logits, penalties)
+        if best is None:
+            _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
+        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
+        worker._update_target_mamba_state_after_verify(  # the attention that verified knows where states lie
+            batch=batch, seq_lens_pre_verify=prefix, seq_lens_post_verify=lengths, commit_lens=gained
+        )
     if penalties is not None:
         penalties.settle(batch.reqs, tokens, gained)
     _report(batch, logits, draft_input, out_tokens, gained)
     if on_publish is not None:
         on_publish(lengths)
-    # A step that does not draft injects, too: SGLang's radix cache hands these entries to later requests.
     drafters = kv_plan.write_ids(worker.draft_model_runner.kv_index_translator)
     worker._append_target_hidden_to_draft_kv_by_loc(
         target_hidden=logits.hidden_states,
@@ -122,7 +125,9 @@ def _plan(worker: Any, batch: Any, entries: Any, width: int) -> Any:
 
 
 def _drafts(worker: Any, batch: Any, ids: Any, positions: Any, entries: Any) -> Any:
-    """Greedy drafts [n, B - 1] for slots 1..B-1 of every request's block."""
+    """Drafts [n, B - 1] for slots 1..B-1 of every request's block: greedy, or drawn by DFlash2's selector, which leaves
+    their probabilities in `worker._selector_sample`.
+    """
     (requests, block), target = ids.shape, worker.target_worker.model_runner.model
     lengths, lengths_cpu = _draft_lengths(worker, batch, entries)
     embeds = _resolve_dflash_embedding_module(worker.draft_model, target)(ids)
@@ -153,12 +158,25 @@ def _drafts(worker: Any, batch: Any, ids: Any, positions: Any, entries: Any) -> 
     if worker.use_compact_draft_cache:
         kv_plan = kv_plan.reads_from(reader, seq_lens=lengths, seq_lens_cpu=lengths_cpu, read_extent=block)
     kv_plan.bind(forward_batch, reader)
+    sampler, sampling_info = worker._draft_sampler, batch.sampling_info
+    if worker.selector is not None and sampler is not None:
+        sampler.stage_sampling_params(bs=requests, sampling_info=sampling_info)
     with torch.inference_mode(), draft_tp_context(worker.draft_parallel_layout):
         output = worker.draft_model_runner.forward(forward_batch)
-    if worker._draft_sampler is not None and output.can_run_graph:  # the graph took the argmax
-        return worker._draft_sampler.out[: requests * (block - 1)].view(requests, block - 1)
-    hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
+    if sampler is not None and output.can_run_graph:  # the graph chose the tokens
+        if worker.selector is not None and not _is_all_greedy(sampling_info):
+            worker._selector_sample = sampler.candidate_out[:requests], sampler.q_out[:requests]
+        return sampler.out[: requests * (block - 1)].view(requests, block - 1)
     with draft_tp_context(worker.draft_parallel_layout):  # not inference_mode: SGLang keeps the buffers made here
+        if worker.selector is not None:
+            return worker._propose_selector_block(
+                draft_logits_output=output.logits_output,
+                bs=requests,
+                lm_head=target.lm_head,
+                anchor_token_ids=ids[:, 0],
+                sampling_info=sampling_info,
+            )
+        hidden = output.logits_output.hidden_states.view(requests, block, -1)[:, 1:]
         tokens = worker._greedy_sample_from_vocab_parallel_head(
             hidden_states=hidden.reshape(-1, hidden.shape[-1]), lm_head=target.lm_head
         )
@@ -186,9 +204,7 @@ def _draft_lengths(worker: Any, batch: Any, entries: Any) -> tuple[Any, Any]:
     return lengths, host
 
 
-def _verify(
-    worker: Any, batch: Any, tokens: Any, positions: Any, entries: Any, kv_plan: Any, state: WidthState | None
-) -> Any:
+def _verify(worker: Any, batch: Any, tokens: Any, positions: Any, entries: Any, kv_plan: Any) -> Any:
     """The target's pass over tokens [n, w]; gives its output, logits in shards of the vocabulary or whole."""
     draft_input, width = batch.spec_info, tokens.shape[1]
     verify_input = DFlashVerifyInput(
@@ -206,12 +222,11 @@ def _verify(
     elif draft_input.nxt_kv_lens_cpu is not None:
         batch.seq_lens_cpu, batch.seq_lens_sum = draft_input.nxt_kv_lens_cpu, int(draft_input.nxt_kv_lens_sum)
     batch.out_cache_loc = entries
-    with verifying(worker.model_runner, state):
-        forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = saved
-        return worker.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+    forward_batch, _ = verify_input.prepare_for_verify(batch, worker.target_worker)
+    batch.seq_lens_cpu, batch.seq_lens_sum = saved
+    return worker.target_worker.forward_batch_generation(
+        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+    )
 
 
 def _best(worker: Any, batch: Any, logits: Any, penalties: Penalties | None) -> Any:
@@ -257,6 +272,12 @@ def _accept(
     requests, width = tokens.shape
     worker._ensure_accept_bonus_buffers(requests)  # as wide as a whole block
     block, worker.block_size = worker.block_size, width
+    dense = worker._draft_probs_buf  # of the selector, all zeros between steps: any shape can be cut out of it
+    if worker._selector_sample is not None:
+        worker._selector_sample = tuple(part[:, : width - 1] for part in worker._selector_sample)
+        if dense is not None:
+            row = (width - 1) * dense.shape[-1]
+            worker._draft_probs_buf = dense.view(-1)[: dense.numel() // row * row].view(-1, width - 1, dense.shape[-1])
     try:
         _, gained, bonus, out_tokens, lengths = worker._accept_block(
             candidates=tokens,
@@ -269,6 +290,8 @@ def _accept(
         )
     finally:
         worker.block_size = block
+        if dense is not None and worker._draft_probs_buf.numel() <= dense.numel():
+            worker._draft_probs_buf = dense
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
 
 

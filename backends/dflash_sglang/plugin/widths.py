@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.policy import WidthPolicy
+from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 
 AUTO = 0  # value of `asked_width` for an automatic width
@@ -35,6 +35,13 @@ class BatchWidths:
     def __init__(self, policy: WidthPolicy, offered: Collection[int]) -> None:
         self.policy, self.offered = policy, sorted(offered)
         self._running: set[str] = set()
+        self._ahead: tuple[list[str], int] | None = None  # a decision that no launch has taken, and its requests
+
+    def observe(self, step: Step) -> None:
+        """Takes a step's result, and decides for the next one: the device works meanwhile, before a launch it waits."""
+        self.policy.observe(step)
+        ids = [str(request_id) for request_id in step.request_ids]
+        self._ahead = (ids, self._decided(ids, step.context_tokens)) if ids else None
 
     def choose(self, request_ids: Sequence[str], context_tokens: int = 0) -> int:
         """The width of the coming step: the smallest offered one that is enough for every request.
@@ -44,6 +51,10 @@ class BatchWidths:
         Args:
             context_tokens: K/V tokens of all requests together.
         """
+        ahead, self._ahead = self._ahead, None
+        return ahead[1] if ahead and ahead[0] == request_ids else self._decided(request_ids, context_tokens)
+
+    def _decided(self, request_ids: Sequence[str], context_tokens: int) -> int:
         for ended in self._running.difference(request_ids):
             self.policy.forget(ended)
         self._running = set(request_ids)

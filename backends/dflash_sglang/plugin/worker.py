@@ -14,7 +14,9 @@ from typing import Any
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.deployment import given_cost
+from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, WidthPolicy
@@ -23,7 +25,7 @@ from dflash_sglang.launch_plan import narrow_widths
 from .penalties import Penalties
 from .ranks import RankError, Ranks
 from .results import RESULTS
-from .startup import WidthState, build_states, measure
+from .startup import WidthState, build_states, measure, timed
 from .step import run_step
 from .widths import BatchWidths, asked_width
 
@@ -70,17 +72,21 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             return f"width {fixed or 1} could not be prepared"
         self._whole_graphs = self.model_runner.decode_cuda_graph_runner
         offered = sorted({*self.states, self.block_size}) if fixed is None else [fixed]
+        if fixed is not None:  # kernels are compiled now, not at the first request
+            timed(self, (1, fixed, 1), self._step, self.ranks)
         policy = FixedWidth(fixed) if fixed is not None else self._policy(self._costs(offered), offered)
         self.widths = BatchWidths(GuardedPolicy(policy, offered[-1]), offered)
         if self.ranks.is_first and fixed is None:  # it decides for all
-            RESULTS.listeners.append(self.widths.policy.observe)
+            RESULTS.listeners.append(self.widths.observe)
         return None
 
     def _policy(self, cost: CostModel, offered: list[int]) -> WidthPolicy:
         args = self.server_args
-        return KeptWidth(
-            cost, self.block_size, LastRun(Path(args.speculative_draft_model_path), args.model_path), offered
-        )
+        try:
+            drafter = local_folder(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+        except UserError:  # from a store that only SGLang knows
+            drafter = Path(args.speculative_draft_model_path)
+        return KeptWidth(cost, self.block_size, LastRun(drafter, args.model_path), offered)
 
     def _costs(self, offered: list[int]) -> CostModel:  # the first rank's table, else measured together
         cost = self.ranks.from_first("the cost table", given_cost)
@@ -135,10 +141,14 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
 
 def whole_only(worker: WidthWorker) -> str | None:
     """The reason why this server verifies whole blocks only; None: other widths can be verified."""
+    mamba = get_exec().mamba
+    kind = type(getattr(worker.model_runner.attn_backend, "linear_attn_backend", None)).__name__
+    states_by_width = {"GDNAttnBackend": True, "Mamba2AttnBackend": mamba.mamba_backend == "triton"}.get(kind, False)
     reasons = {
-        "the draft is not a plain DFlash one": not (worker.selector is worker.lilicorr is None) or worker._is_domino,
+        "the draft has a LiLiCorr or Domino head": worker.lilicorr is not None or worker._is_domino,
         "the drafter's block has one slot": worker.block_size < 2,
-        "the target has recurrent layers": worker._need_mamba_verify_commit,
+        f"the target's recurrent layers ({kind}) take one width": worker._need_mamba_verify_commit
+        and (not states_by_width or mamba.enable_linear_replayssm_spec),
         "attention is data-parallel": get_parallel().attn_dp_enabled,
         "attention is context-parallel": get_parallel().attn_cp_size > 1,
         "two batches overlap": get_exec().overlap.enable_two_batch_overlap,

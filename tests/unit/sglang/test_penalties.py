@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_sglang.plugin.penalties import Penalties
+from dflash_sglang.plugin.penalties import Penalties, _penalised
+from dflash_sglang.plugin.refusals import penalties_of
 
 VOCAB, WIDTH, STOP = 11, 4, 10
 NEUTRAL: dict[str, Any] = {
@@ -62,7 +65,7 @@ def plain(logits: torch.Tensor, output: list[int], params: Any) -> torch.Tensor:
     return logits
 
 
-PENALISED = [
+PENALISED: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"min_new_tokens": 6},
@@ -120,6 +123,55 @@ def test_a_prefills_token_is_penalised_by_all_that_its_own_request_has_put_out()
     own = torch.cat([torch.eye(VOCAB)[[i % VOCAB for i in range(20)]], torch.zeros(1, VOCAB)])
     assert torch.equal(information.acc_additive_penalties, -torch.arange(1.0, 22)[:, None] * own)
     assert torch.equal(information.acc_scaling_penalties, 1 + own)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_token_counts_once_in_whatever_order_requests_come_stop_and_come_again(seed: int) -> None:
+    """SGLang's order of events with overlap: a result is read after the next launch; a retracted request's is lost.
+
+    Rows of the tables go from one request to the next, and a prefill may come in parts, with steps between.
+    """
+    luck, penalties = random.Random(seed), Penalties(VOCAB, "cpu")
+    torch.manual_seed(seed)
+    waiting = [request(str(i), [], **(PENALISED[i % 4] if i % 5 else {})) for i in range(12)]
+    running: list[Any] = []
+    gaining: dict[str, list[int]] = {}  # tokens of a step whose result is not read yet, the next anchor last
+    while waiting or running:
+        gone = [one for one in running if luck.random() < 0.15]  # finished, or retracted
+        running = [one for one in running if one not in gone]
+        joining = [waiting.pop() for _ in range(min(luck.randint(0, 3), len(waiting)))]
+        for _ in range(luck.randint(1, 2) if joining else 0):
+            information: Any = prefilled(penalties, joining)
+            if penalties.concern(running):  # a step between two parts, which gains nothing
+                penalties.settle(running, torch.zeros(len(running), 1, dtype=torch.int64), torch.zeros(len(running)))
+        if joining:
+            information = prefilled(penalties, joining)
+        for at, one in enumerate(joining):
+            logits = torch.randn(VOCAB)
+            expected, found = plain(logits, one.output_ids, one.sampling_params), logits
+            if penalties_of(one.sampling_params):
+                terms = information.acc_additive_penalties[at], information.acc_scaling_penalties[at]
+                found = _penalised(logits, *terms)
+            torch.testing.assert_close(found, expected)
+            gaining[one.rid] = [luck.randrange(VOCAB - 1)]
+        outputs = {one.rid: one.output_ids + gaining[one.rid] for one in running + joining}
+        running = luck.sample(running + joining, len(running) + len(joining))
+        width = luck.choice([1, WIDTH])
+        tokens, gained = torch.randint(0, VOCAB - 1, (len(running), width)), torch.ones(len(running), dtype=torch.int64)
+        for at, one in enumerate(running):
+            tokens[at, 0], gained[at] = outputs[one.rid][-1], luck.randint(1, width)
+        if penalties.concern(running):
+            logits = torch.randn(len(running) * width, VOCAB)
+            found = logits.clone()
+            penalties.constrain(running, found, tokens)
+            for row, (at, slot) in enumerate(itertools.product(range(len(running)), range(width))):
+                known = outputs[running[at].rid][:-1] + tokens[at, : slot + 1].tolist()
+                torch.testing.assert_close(found[row], plain(logits[row], known, running[at].sampling_params))
+            penalties.settle(running, tokens, gained)
+        for at, one in enumerate(running):  # now the last step's result is read
+            one.output_ids[:] = outputs[one.rid]
+            gaining[one.rid] = [*tokens[at, 1 : gained[at]].tolist(), luck.randrange(VOCAB - 1)]
+        waiting += [one for one in gone if luck.random() < 0.6]
 
 
 class Kernels(TorchDispatchMode):

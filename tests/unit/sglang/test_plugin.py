@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dflash_sglang.plugin
@@ -19,6 +21,7 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_serve.speculation.width import AutoWidth
 from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
+from dflash_sglang.plugin import in_rows_of_the_buffer
 from dflash_sglang.plugin.refusals import NEUTRAL, StrictLoad, account, draft_problems, guarded, refusal
 from dflash_sglang.plugin.results import Results, SpeculationMetrics
 from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width
@@ -200,6 +203,41 @@ def test_requests_that_have_left_the_batch_are_forgotten(monkeypatch: pytest.Mon
     assert widths.choose(["a", "b"]) == 4, "the next wider one that is offered"
     widths.choose(["b", "c"])
     assert forgotten == ["a"]
+
+
+def test_a_launch_takes_the_decision_that_was_made_when_the_last_result_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def four(_: object, ids: list[str], *more: int) -> list[int]:
+        asked.append((ids, *more))
+        return [4]
+
+    monkeypatch.setattr(FixedWidth, "widths", four)
+    widths = BatchWidths(FixedWidth(4), [1, 4, 8])
+    widths.observe(Step(["a", "b"], [4, 4], [1, 2], None, 90))
+    assert asked.pop() == (["a", "b"], 90)
+    assert (widths.choose(["a", "b"], 93), asked) == (4, []), "nothing is worked out between two launches"
+    for ids in (["a", "b"], ["a", "b", "c"]):  # it is taken once, and by its own requests only
+        assert widths.choose(ids) == 4
+        assert asked.pop()[0] == ids
+        widths.observe(Step(["a", "b"], [4, 4], [1, 2]))
+        asked.clear()
+
+
+def test_states_of_mamba2s_slots_are_written_into_the_row_of_their_request_at_every_width() -> None:
+    states = np.zeros((3, 8, 2))  # [requests, slots of a whole block, state]
+
+    def update(width: int, *, intermediate_states_buffer: Any, cache_steps: int) -> None:  # as SGLang 0.5.23's kernel
+        flat = intermediate_states_buffer.reshape(-1, 2)
+        for request, slot in itertools.product(range(3), range(width)):
+            flat[request * cache_steps + slot] = request, slot
+
+    for width in (1, 3, 8):
+        in_rows_of_the_buffer(update, width, intermediate_states_buffer=states, cache_steps=width)
+        assert all(tuple(states[i, slot]) == (i, slot) for i in range(3) for slot in range(width))
+    assert in_rows_of_the_buffer(lambda **kwargs: kwargs, cache_steps=None) == {"cache_steps": None}
 
 
 @pytest.mark.parametrize(("text", "width"), [(None, None), ("auto", AUTO), ("4", 4)])

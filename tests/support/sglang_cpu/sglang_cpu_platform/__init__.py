@@ -14,11 +14,13 @@ def install() -> None:
     """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
-    from sglang_cpu_platform import attention, eagle, faults, kernels, sampling, widths
+    from sglang_cpu_platform import attention, eagle, faults, kernels, recurrent, sampling, steps, widths
 
     attention.install()
     eagle.install()
     faults.install()
     kernels.install()
+    recurrent.install()
     sampling.install()
+    steps.install()
     widths.install()

@@ -39,6 +39,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
     def get_speculative_cache_locs_fn(self) -> Any:
         return cache_locations
 
