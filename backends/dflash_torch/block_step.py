@@ -67,8 +67,7 @@ class BlockSteps:
 
     def candidates(self, decoding: Sequence[Request], before: BlockStep | None) -> list[Request] | None:
         """The requests of the next step; None = they need the host between steps."""
-        runner, speculator = self.runner, self.speculator
-        if not runner.static or (speculator is not None and not speculator.on_device):
+        if self.speculator is not None and not self.speculator.on_device:
             return None
         if not all(request.needs_no_host for request in decoding):
             return None

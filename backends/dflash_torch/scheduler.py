@@ -209,7 +209,7 @@ class Scheduler:
 
     def _launch(self, decoding: Sequence[Request], before: BlockStep | None) -> BlockStep | None:
         """A block step of these requests, behind the one whose tokens are not read yet; None where none can be."""
-        requests = self.block_steps.candidates(decoding, before)
+        requests = self.block_steps.candidates(decoding, before) if self.target_runner.static else None
         if not requests:
             return None
         widths = [1] * len(requests)
