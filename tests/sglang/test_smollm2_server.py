@@ -15,6 +15,7 @@ import pytest
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -157,10 +158,10 @@ def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(
 
 
 class Nobody:
-    """A subject that must not be asked again."""
+    """A subject that must not be asked again what it answered."""
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        raise AssertionError(f"asked again: {len(questions)} questions")
+        raise RefusedError(f"asked again: {len(questions)} questions", where="verify", status=400)
 
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics.unknown()
