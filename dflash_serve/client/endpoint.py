@@ -119,7 +119,10 @@ class Endpoint:
     @cached_property
     def context(self) -> int | None:
         """Most tokens of a prompt and its answer together; None = the server does not say."""
-        listed = self._connection.json("GET", "/v1/models")
+        try:
+            listed = self._connection.json("GET", "/v1/models")
+        except UserError:  # some servers have no such list; requests show what else is wrong
+            return None
         data = listed.get("data") if isinstance(listed, Mapping) else None
         longest = data[0].get("max_model_len") if data and isinstance(data[0], Mapping) else None
         return longest if isinstance(longest, int) else None

@@ -56,7 +56,7 @@ class SubjectPair:
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)  # By side, `with` and `without`
     dtype: Precision | None = None  # None = unknown
-    context: int | None = None  # Most tokens of a prompt and its answer; None = unknown
+    context: Callable[[], int | None] = lambda: None  # Most tokens of a prompt and its answer; None = unknown
     embedded: bool = False  # True if it runs in this process
     plain_is_ours: bool = True
     """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
@@ -146,7 +146,7 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
         lambda: nullcontext(ServerSubject(speculating)),
         lambda: nullcontext(ServerSubject(plain)),
         {side: {"url": endpoint.base, "model": endpoint.served_model} for side, endpoint in sides.items()},
-        context=min((one.context for one in sides.values() if one.context), default=None),
+        context=lambda: min((one.context for one in sides.values() if one.context), default=None),
         plain_is_ours=False,
     )
 
@@ -164,7 +164,7 @@ def engine_in_process(deployment: Deployment) -> SubjectPair:
         lambda: nullcontext(plain),
         _descriptions(EMBEDDED, deployment, _without_drafter(deployment)),
         "float32" if engine.dtype == "float32" else "bfloat16",
-        deployment.limits.max_model_len,
+        lambda: deployment.limits.max_model_len,
         embedded=True,
     )
 
@@ -202,7 +202,7 @@ def server_started_twice(
         lambda: started(plain, WITHOUT),
         _descriptions(backend.name, deployment, plain),
         "float32" if deployment.hardware.dtype == "float32" else "bfloat16",
-        deployment.limits.max_model_len,
+        lambda: deployment.limits.max_model_len,
     )
 
 

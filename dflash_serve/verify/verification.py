@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import count, takewhile
 from operator import itemgetter
 from zlib import crc32
@@ -116,8 +117,13 @@ class Verification:
             raise UserError("it speculates, too: its own metrics count drafted tokens", where=where, do=do)
         return self.pair.plain_is_ours or speculates is False
 
+    @cached_property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.pair.context() or CONTEXT
+
     def _questions(self, side: str, case: Case) -> list[Question]:
-        (greedy, *_), context = self.plan.greedy_cases, self.pair.context or CONTEXT
+        (greedy, *_), context = self.plan.greedy_cases, self.context
         known = [] if case in GREEDY or greedy.name in self.refused else self._answers(WITHOUT, greedy)
         return questions(self.plan, self.prompts, case, side, [Known(one.text, one.pieces) for one in known], context)
 
