@@ -26,7 +26,9 @@ from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_
 
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
-"""Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more."""
+"""Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more.
+
+There are as many short answers under load."""
 
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
@@ -43,6 +45,9 @@ Samples = Annotated[
 FalseAlarm = Annotated[
     float,
     typer.Option(help="Probability of calling a sound engine faulty, over all sampled cases.", min=1e-6, max=0.5),
+]
+LongTokens = Annotated[
+    int, typer.Option(help="Length of the long answers, cut to the target's context; 0 leaves them out.", min=0)
 ]
 Penalties = Annotated[bool, typer.Option(help="Verify requests with penalties, too.")]
 SameSeeds = Annotated[
@@ -70,6 +75,7 @@ def verify(
     chat_template_kwargs: options.TemplateKwargs = None,
     num_prompts: NumPrompts = None,
     max_tokens: options.MaxTokens = 128,
+    long_tokens: LongTokens = 2048,
     samples: Samples = None,
     false_alarm: FalseAlarm = 1e-3,
     penalties: Penalties = True,
@@ -137,7 +143,7 @@ def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) 
         samples=samples,
         dtype="float32" if exact else "bfloat16",
         same_seeds=pair.embedded and exact if same_seeds is None else same_seeds,
-        **{name: given[name] for name in ("max_tokens", "false_alarm", "penalties")},
+        **{name: given[name] for name in ("max_tokens", "long_tokens", "false_alarm", "penalties")},
     )
 
 

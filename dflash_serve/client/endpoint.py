@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -45,10 +46,17 @@ class Reply:
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[ScoredToken, ...] | None = None
     completion_tokens: int | None = None
+    finish_reason: str | None = None
+    choices: tuple[Reply, ...] = ()  # All choices of a request with n > 1, this one first
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
-        """The smallest available units for comparing two answers: token ids, else token texts, else characters."""
+        """The smallest available units for comparing two answers: token ids, else token texts, else characters.
+
+        Those of several choices follow one another.
+        """
+        if self.choices:
+            return tuple(chain.from_iterable(choice.pieces for choice in self.choices))
         if self.token_ids is not None:
             return self.token_ids
         return tuple(self.text) if self.logprobs is None else tuple(token.text for token in self.logprobs)
@@ -108,19 +116,40 @@ class Endpoint:
         except (KeyError, IndexError, TypeError):
             raise UserError("it lists no model", where=f"{self.base}/v1/models", do="name the model") from None
 
-    def complete(self, prompt: Prompt, params: SamplingParams, *, top_logprobs: int | None = None) -> Reply:
+    @cached_property
+    def context(self) -> int | None:
+        """Most tokens of a prompt and its answer together; None = the server does not say."""
+        try:
+            listed = self._connection.json("GET", "/v1/models")
+        except UserError:  # some servers have no such list; requests show what else is wrong
+            return None
+        data = listed.get("data") if isinstance(listed, Mapping) else None
+        longest = data[0].get("max_model_len") if data and isinstance(data[0], Mapping) else None
+        return longest if isinstance(longest, int) else None
+
+    def complete(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        more: Mapping[str, Any] | None = None,
+        *,
+        top_logprobs: int | None = None,
+    ) -> Reply:
         """One answer.
 
         Args:
             prompt: text or token ids go to /v1/completions, messages to /v1/chat/completions.
-            top_logprobs: number of most probable tokens with log-probabilities at each position; None = none.
+            more: further fields of the request, such as `n`. A streamed answer is returned whole.
+            top_logprobs: number of most probable tokens with log-probabilities at each position; None = those of
+                `params`.
 
         Raises:
             UserError: no server answers, or it is not OpenAI-compatible.
             RefusedError: the server refuses the request.
         """
         path = CHAT if _is_chat(prompt) else COMPLETIONS
-        body = {"model": self.served_model, **_prompt(prompt), **_sampling(params)}
+        body = {"model": self.served_model, **_prompt(prompt), **_sampling(params), **(more or {})}
+        top_logprobs = params.logprobs if top_logprobs is None else top_logprobs
         if top_logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": top_logprobs} if path == CHAT else {"logprobs": top_logprobs}
         if path not in self._ways:
@@ -129,10 +158,11 @@ class Endpoint:
                     return self._find(path, body)
         return self._ask(path, {**self._ways[path], **body})
 
-    def complete_all(
-        self, asked: Sequence[tuple[Prompt, SamplingParams]], *, top_logprobs: int | None = None
-    ) -> Iterator[Reply]:
+    def complete_all(self, asked: Sequence[tuple[Any, ...]], *, top_logprobs: int | None = None) -> Iterator[Reply]:
         """The answers in the order of the requests, of which `concurrency` run at a time.
+
+        Args:
+            asked: the positional arguments of `complete`.
 
         Raises:
             UserError, RefusedError: as for `complete`, for the first request that fails.
@@ -162,9 +192,12 @@ class Endpoint:
         raise refused
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> Reply:
-        completion = self._connection.json("POST", path, body)
+        if body.get("stream"):
+            events = self._connection.events(path, body)
+        else:
+            completion = self._connection.json("POST", path, body)
         try:
-            return _reply(completion)
+            return _reply(_joined(events) if body.get("stream") else completion)
         except (KeyError, IndexError, TypeError, ValueError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is no completion", where=self.base + path, do=do) from None
@@ -194,16 +227,37 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     return given
 
 
+def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    # the completion that the events of a streamed answer make together
+    choice: dict[str, Any] = {"text": "", "logprobs": {}}
+    usage = None
+    for event in events:
+        usage = event.get("usage") or usage
+        for part in event["choices"]:
+            choice["text"] += (part["delta"].get("content") if "delta" in part else part["text"]) or ""
+            if part.get("token_ids") is not None:
+                choice["token_ids"] = [*choice.get("token_ids", ()), *part["token_ids"]]
+            for name, entries in (part.get("logprobs") or {}).items():
+                choice["logprobs"][name] = [*choice["logprobs"].get(name, ()), *(entries or ())]
+            choice["finish_reason"] = part.get("finish_reason") or choice.get("finish_reason")
+    return {"choices": [choice], "usage": usage}
+
+
 def _reply(body: Mapping[str, Any]) -> Reply:
     # Raises KeyError, IndexError, TypeError or ValueError for a body that is not a completion.
-    choice = body["choices"][0]
+    found = [_choice(choice, (body.get("usage") or {}).get("completion_tokens")) for choice in body["choices"]]
+    return found[0] if len(found) == 1 else replace(found[0], choices=tuple(found))
+
+
+def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:
     text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
     ids = choice.get("token_ids")
     return Reply(
         text=text or "",
         token_ids=None if ids is None else tuple(int(token) for token in ids),
         logprobs=_logprobs(choice.get("logprobs")),
-        completion_tokens=(body.get("usage") or {}).get("completion_tokens"),
+        completion_tokens=completion_tokens,
+        finish_reason=choice.get("finish_reason"),
     )
 
 

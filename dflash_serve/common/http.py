@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -71,9 +72,21 @@ class Connection:
             UserError: no server answers, or the response is not JSON.
             RefusedError: the server refuses the request.
         """
-        response = self._send(method, path, body)
+        return self._parsed(path, self._send(method, path, body).text)
+
+    def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """The JSON of every server-sent event of a streamed response, after its end.
+
+        Raises:
+            UserError, RefusedError: as for `json`.
+        """
+        lines = self._send("POST", path, body).text.split("\n")
+        data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
+        return [self._parsed(path, one) for one in data if one != "[DONE]"]
+
+    def _parsed(self, path: str, text: str) -> Any:
         try:
-            return response.json()
+            return json.loads(text)
         except ValueError:
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is not JSON", where=self.base + path, do=do) from None

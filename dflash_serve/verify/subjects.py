@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dflash_serve.backend import EMBEDDED, Engine, ServerBackend, TokenLogprob, embedded_backend
+from dflash_serve.backend import EMBEDDED, Chunk, Engine, ServerBackend, Stream, embedded_backend
 from dflash_serve.client.endpoint import Endpoint, Reply, ScoredToken
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.http import RefusedError
 from dflash_serve.common.processes import PATIENCE_SECONDS
 from dflash_serve.deployment import Deployment, Speculation
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.server_adapter import running_server
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question
 
@@ -54,6 +56,7 @@ class SubjectPair:
     plain: Callable[[], AbstractContextManager[Subject]]
     descriptions: Mapping[str, Description] = field(default_factory=dict)  # By side, `with` and `without`
     dtype: Precision | None = None  # None = unknown
+    context: Callable[[], int | None] = lambda: None  # Most tokens of a prompt and its answer; None = unknown
     embedded: bool = False  # True if it runs in this process
     plain_is_ours: bool = True
     """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
@@ -67,15 +70,16 @@ class EngineSubject:
         self.statistics = AcceptanceStatistics()
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        params = [question.params.model_copy(update={"logprobs": top_logprobs}) for question in questions]
-        token_ids: list[list[int]] = [[] for _ in questions]
-        logprobs: list[list[TokenLogprob]] = [[] for _ in questions]
-        with closing(self.engine.stream([question.prompt for question in questions], params)) as stream:
+        if any(question.more for question in questions):
+            raise RefusedError("only a server takes it", where=EMBEDDED, status=400)
+        again = {} if top_logprobs is None else {"logprobs": top_logprobs}
+        params = [question.params.model_copy(update=again) for question in questions]
+        answered: list[list[Chunk]] = [[] for _ in questions]
+        with closing(self._stream(questions, params)) as stream:
             for chunk in stream:
-                token_ids[chunk.index] += chunk.token_ids
-                logprobs[chunk.index] += chunk.logprobs or []
+                answered[chunk.index].append(chunk)
                 if chunk.finish_reason is not None:
-                    yield chunk.index, self._reply(token_ids[chunk.index], logprobs[chunk.index])
+                    yield chunk.index, self._reply(answered[chunk.index])
             self.statistics += total(output.statistics for output in stream.outputs())
 
     def acceptance(self) -> AcceptanceStatistics:
@@ -84,12 +88,20 @@ class EngineSubject:
     def speculates(self, probe: Question | None = None) -> bool | None:
         return self.engine.block_size is not None
 
-    def _reply(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> Reply:
+    def _stream(self, questions: Sequence[Question], params: Sequence[SamplingParams]) -> Stream:
+        try:
+            return self.engine.stream([question.prompt for question in questions], params)
+        except UserError as error:
+            raise RefusedError(error.what, where=error.where, do=error.do, status=400) from None
+
+    def _reply(self, chunks: Sequence[Chunk]) -> Reply:
         scored = tuple(
             ScoredToken(self._name(one.token_id), one.logprob, tuple((self._name(t), value) for t, value in one.top))
-            for one in logprobs
+            for chunk in chunks
+            for one in chunk.logprobs or ()
         )
-        return Reply(str(self.engine.tokenizer.decode(token_ids)), tuple(token_ids), scored or None)
+        text, token_ids = "".join(chunk.text for chunk in chunks), (t for chunk in chunks for t in chunk.token_ids)
+        return Reply(text, tuple(token_ids), scored or None, finish_reason=chunks[-1].finish_reason)
 
     def _name(self, token_id: int) -> str:
         # as the vocabulary spells it: no two tokens look alike
@@ -134,6 +146,7 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
         lambda: nullcontext(ServerSubject(speculating)),
         lambda: nullcontext(ServerSubject(plain)),
         {side: {"url": endpoint.base, "model": endpoint.served_model} for side, endpoint in sides.items()},
+        context=lambda: min((one.context for one in sides.values() if one.context), default=None),
         plain_is_ours=False,
     )
 
@@ -151,6 +164,7 @@ def engine_in_process(deployment: Deployment) -> SubjectPair:
         lambda: nullcontext(plain),
         _descriptions(EMBEDDED, deployment, _without_drafter(deployment)),
         "float32" if engine.dtype == "float32" else "bfloat16",
+        lambda: deployment.limits.max_model_len,
         embedded=True,
     )
 
@@ -188,6 +202,7 @@ def server_started_twice(
         lambda: started(plain, WITHOUT),
         _descriptions(backend.name, deployment, plain),
         "float32" if deployment.hardware.dtype == "float32" else "bfloat16",
+        lambda: deployment.limits.max_model_len,
     )
 
 

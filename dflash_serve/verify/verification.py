@@ -7,6 +7,10 @@ can run them one after the other. Every answer is kept in a store, so a resumed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import count, takewhile
+from operator import itemgetter
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
@@ -16,13 +20,33 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
-from dflash_serve.verify.questions import SEEDED, WITH, WITHOUT, Case, Question, VerifyPlan, prompt_index, questions
+from dflash_serve.verify.questions import (
+    CONTINUED,
+    GREEDY,
+    LONG,
+    OPTIONAL,
+    REPEATED,
+    SAMPLED,
+    SEEDED,
+    STRIDE,
+    WITH,
+    WITHOUT,
+    Case,
+    Known,
+    Question,
+    VerifyPlan,
+    prompt_index,
+    questions,
+)
 from dflash_serve.verify.report import Findings, conclude
+from dflash_serve.verify.rules import SEED, Answer, Asked, RuleCheck, check_rules
 from dflash_serve.verify.subjects import Subject, SubjectPair
-from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, compare_tokens
+from dflash_serve.verify.tokens import TOP, AnswerPair, ScoredAnswer, TokenComparison, compare_tokens
 
 UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers: the unit of their pieces, and counts
 PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
+CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
+Wanted = tuple[Case, int | None, Question]  # A case, the index of its question (None: a try), and the question
 Progress = Callable[[str, int], None]
 """Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
 
@@ -53,28 +77,35 @@ class Verification:
         Raises:
             UserError: a server cannot be reached or started, or is none.
         """
-        cases = (*self.plan.token_cases, *self.plan.sampled_cases)
+        first = self.plan.greedy_cases
         with self.pair.plain() as plain:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
-            for case in cases:
-                self._ask(plain, WITHOUT, case)
+            self._ask(plain, WITHOUT, first)
+            self._ask(plain, WITHOUT, [case for case in self.plan.cases if case not in first])
             is_plain = self._refuse_drafts(plain)
         with self.pair.speculating() as speculating:
-            for case in cases:
-                self._ask(speculating, WITH, case)
+            self._ask(speculating, WITH, self.plan.cases)
             self._ask_again(speculating, WITH)
             acceptance = self._acceptance(speculating)
         if any(self._parted()):
             with self.pair.plain() as plain:
                 self._ask_again(plain, WITHOUT)
+                self._continue(plain)
+        optional = [case.name for case in OPTIONAL if case in self.plan.cases]
+        unit = str(self.store.get(UNIT, "nothing"))
         return conclude(
             tuple(self._tokens(case) for case in self.plan.greedy_cases),
             tuple(self._distributions(case) for case in self.plan.sampled_cases),
             self._tokens(SEEDED) if self.plan.same_seeds else None,
             acceptance,
-            unit=str(self.store.get(UNIT, "nothing")),
+            exact=tuple(self._exact()),
+            rules=(*check_rules(self._asked(), unit, self.plan.noise), *self._repeated()),
+            unit=unit,
             is_plain=is_plain,
-            scope=self.plan.scope,
+            scope=(
+                *self.plan.left_out,
+                *(f"{name} ({self.refused[name]})" for name in optional if name in self.refused),
+            ),
         )
 
     def _refuse_drafts(self, plain: Subject, probe: Question | None = None) -> bool:
@@ -86,23 +117,60 @@ class Verification:
             raise UserError("it speculates, too: its own metrics count drafted tokens", where=where, do=do)
         return self.pair.plain_is_ours or speculates is False
 
-    def _ask(self, subject: Subject, side: str, case: Case) -> None:
-        """Asks the questions that are not answered; a refusal ends the case."""
-        asked = questions(self.plan, self.prompts, case, side)
-        missing = [index for index in range(len(asked)) if _key(side, case, index) not in self.store]
-        what = f"{side} speculation, {case.name}"
-        self.progress(what, len(asked) - len(missing))
-        if case.name in self.refused or not missing:
-            return
+    @cached_property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.pair.context() or CONTEXT
+
+    def _questions(self, side: str, case: Case) -> list[Question]:
+        (greedy, *_), context = self.plan.greedy_cases, self.context
+        known = [] if case in GREEDY or greedy.name in self.refused else self._answers(WITHOUT, greedy)
+        return questions(self.plan, self.prompts, case, side, [Known(one.text, one.pieces) for one in known], context)
+
+    def _ask(self, subject: Subject, side: str, cases: Sequence[Case]) -> None:
+        """Asks what is not answered. A refusal ends its case.
+
+        Each case is tried with one short answer. Then all questions of those that were not refused run side by side, so
+        that an engine which mixes up requests or their settings shows it.
+        """
+        todo = list[tuple[Case, list[Wanted]]]()
+        for case in cases:
+            asked = self._questions(side, case)
+            missing = [(case, n, one) for n, one in enumerate(asked) if _key(side, case, n) not in self.store]
+            self.progress(f"{side} speculation, {case.name}", len(asked) - len(missing))
+            if not asked:
+                self.refused.setdefault(case.name, "its questions need token ids and greedy answers")
+            if missing and case.name not in self.refused:
+                short = missing[0][2].params.model_copy(update={"max_tokens": max(1, case.params.min_tokens)})
+                self._answer(subject, side, [(case, None, missing[0][2]._replace(params=short))])
+            if case.name not in self.refused:
+                todo.append((case, [*missing]))
+        # The long answers begin first, the others of a case are spread over the whole run.
+        ranked = [(n / len(each) if case is not LONG else 0, one) for case, each in todo for n, one in enumerate(each)]
+        if not self._answer(subject, side, [one for _, one in sorted(ranked, key=itemgetter(0))]):
+            for case, each in todo:  # one was refused, and nothing says which
+                self._answer(subject, side, [one for one in each if _key(side, case, one[1]) not in self.store])
+
+    def _answer(self, subject: Subject, side: str, wanted: Sequence[Wanted]) -> bool:
+        """Keeps the answers, except to tries (index None). False if one is refused, which ends a case that is alone."""
+        names = {case.name for case, _, _ in wanted}
         try:
-            for index, reply in subject.answers([asked[index] for index in missing]):
-                if reply.pieces:
+            for number, reply in subject.answers([question for _, _, question in wanted]) if wanted else ():
+                case, index, _ = wanted[number]
+                if index is None and case in OPTIONAL and reply.pieces and reply.unit != self.store.get(UNIT):
+                    self.refused[case.name] = f"{side} speculation, its answers have {reply.unit}"
+                elif reply.pieces:
                     self._check_unit(side, reply.unit)
-                self.store.put(_key(side, case, missing[index]), list(reply.pieces))
+                if index is None:
+                    continue
+                self.store.put(_key(side, case, index), list(Answer.of(reply)))
                 self.asked_with += side == WITH
-                self.progress(what, 1)
+                self.progress(f"{side} speculation, {case.name}", 1)
         except RefusedError as error:
-            self.refused[case.name] = f"{side} speculation, {error.what}"
+            if len(names) == 1:
+                self.refused[names.pop()] = f"{side} speculation, {error.what}"
+            return False
+        return True
 
     def _check_unit(self, side: str, unit: str) -> None:
         if UNIT not in self.store:
@@ -111,8 +179,27 @@ class Verification:
             what = f"the side {side} speculation gives {unit}, the other {self.store[UNIT]}"
             raise UserError(what, where="verify", do="compare two servers of the same engine and version")
 
-    def _answers(self, side: str, case: Case, count: int) -> list[list[Piece]]:
-        return [self.store[_key(side, case, index)] for index in range(count)]
+    def _answers(self, side: str, case: Case) -> list[Answer]:
+        return [Answer(*self.store[_key(side, case, n)]) for n in range(len(self._questions(side, case)))]
+
+    def _asked(self) -> Iterator[Asked]:
+        # everything that both sides answered
+        for case in self.plan.cases:
+            if case.name in self.refused:
+                continue
+            each = self._questions(WITH, case), self._answers(WITHOUT, case), self._answers(WITH, case)
+            for index, (question, plain, other) in enumerate(zip(*each, strict=True), start=1):
+                yield Asked(case.name, index, question, case in SAMPLED, plain, other)
+
+    def _repeated(self) -> Iterator[RuleCheck]:
+        """Sides that give a seed's answer again. Rounding lets few of them differ, so only most of them count."""
+        if REPEATED not in self.plan.cases or REPEATED.name in self.refused:
+            return
+        pairs = [self._answers(side, REPEATED) for side in (WITHOUT, WITH)]
+        plain, other = (sum(a.pieces == b.pieces for a, b in zip(one[::2], one[1::2], strict=True)) for one in pairs)
+        count = len(pairs[0]) // 2
+        broken = count - other if 4 * other <= count else 0
+        yield RuleCheck(rule=SEED, answers=count, broken=broken, honoured=4 * plain >= 3 * count)
 
     def _pairs(self, case: Case) -> list[AnswerPair]:
         # both sides' answers with their scores
@@ -120,18 +207,18 @@ class Verification:
             kept = self.store.get(_again(side, case, index))
             return None if kept is None else ScoredAnswer(**kept)
 
-        plain, other = (self._answers(side, case, self.plan.prompts) for side in (WITHOUT, WITH))
+        plain, other = (self._answers(side, case) for side in (WITHOUT, WITH))
         return [
-            AnswerPair(plain[index], other[index], score(WITHOUT, index), score(WITH, index))
-            for index in range(self.plan.prompts)
+            AnswerPair(mine.pieces, theirs.pieces, score(WITHOUT, index), score(WITH, index))
+            for index, (mine, theirs) in enumerate(zip(plain, other, strict=True))
         ]
 
     def _distributions(self, case: Case) -> DistributionComparison:
         """Both sides' sampled answers to a case, compared as draws from a distribution."""
-        prompt, samples, rate = prompt_index(case, len(self.prompts)) + 1, self.plan.samples, self.plan.rate
+        prompt, samples, rate = prompt_index(case, len(self.prompts)) + 1, self.plan.samples_of(case), self.plan.rate
         if why := self.refused.get(case.name):
             return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
-        plain, other = (self._answers(side, case, samples) for side in (WITHOUT, WITH))
+        plain, other = ([one.drawn for one in self._answers(side, case)] for side in (WITHOUT, WITH))
         p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
         return DistributionComparison(
             case=case.name,
@@ -146,23 +233,52 @@ class Verification:
 
     def _parted(self) -> Iterator[tuple[Case, int, int]]:
         # (greedy case, prompt, first differing position) of all answers that differ
-        for case in self.plan.greedy_cases:
+        for case in (*self.plan.greedy_cases, *self.plan.exact_cases):
             pairs = [] if case.name in self.refused else self._pairs(case)
             yield from ((case, index, at) for index, pair in enumerate(pairs) if (at := pair.position) is not None)
 
     def _ask_again(self, subject: Subject, side: str) -> None:
         """Asks for answers that differ again, with log-probabilities and the end-of-sequence token as a token."""
-        for case, index, position in self._parted():
-            if _again(side, case, index) in self.store:
-                continue
-            params = case.params.model_copy(update={"max_tokens": position + 1, "ignore_eos": True})
-            try:
-                ((_, reply),) = subject.answers([Question(self.prompts[index], params)], top_logprobs=TOP)
-            except RefusedError:
-                scored = None
-            else:
+        missing = [one for one in self._parted() if _again(side, *one[:2]) not in self.store]
+        asked = []
+        for case, index, position in missing:
+            prompt, params, _ = self._questions(WITHOUT, case)[index]
+            changes = {"max_tokens": position + 1, "min_tokens": min(params.min_tokens, position + 1)}
+            asked.append(Question(prompt, params.model_copy(update={**changes, "ignore_eos": True})))
+        with suppress(RefusedError):
+            for number, reply in subject.answers(asked, top_logprobs=TOP) if asked else ():
+                case, index, position = missing[number]
                 scored = ScoredAnswer.of(reply, position)
-            self.store.put(_again(side, case, index), None if scored is None else vars(scored))
+                self.store.put(_again(side, case, index), None if scored is None else vars(scored))
+
+    def _continue(self, plain: Subject) -> None:
+        """Asks the plain side to go on from each place of the long answers behind their first difference."""
+        pairs = [] if LONG.name in self.refused or LONG not in self.plan.cases else self._pairs(LONG)
+        wanted = [
+            ([*prompt, *pair.other[:start]], pair.other[start : start + STRIDE])
+            for pair, (prompt, _, _) in zip(pairs, self._questions(WITH, LONG) if pairs else (), strict=True)
+            if pair.position is not None and not isinstance(prompt, str)
+            for start in range(pair.position + 1, len(pair.other), STRIDE)
+        ]
+        missing = [index for index in range(len(wanted)) if _key(WITHOUT, CONTINUED, index) not in self.store]
+        asked = [
+            Question(wanted[n][0], CONTINUED.params.model_copy(update={"max_tokens": len(wanted[n][1])}))
+            for n in missing
+        ]
+        for number, reply in plain.answers(asked) if asked else ():
+            plainly, other = list(reply.pieces), wanted[missing[number]][1]
+            at = AnswerPair(plainly, other).position
+            scored = None if at is None else ScoredAnswer.of(reply, at)
+            value = [plainly, other, None if scored is None else vars(scored)]
+            self.store.put(_key(WITHOUT, CONTINUED, missing[number]), value)
+
+    def _exact(self) -> Iterator[TokenComparison]:
+        """Further greedy cases that were not refused, and the pieces of `_continue`."""
+        yield from (self._tokens(case) for case in self.plan.exact_cases if case.name not in self.refused)
+        kept = list(takewhile(bool, (self.store.get(_key(WITHOUT, CONTINUED, index)) for index in count())))
+        if kept:
+            pairs = [AnswerPair(plain, other, scored and ScoredAnswer(**scored)) for plain, other, scored in kept]
+            yield compare_tokens(CONTINUED, pairs, self.plan.noise)
 
     def _tokens(self, case: Case) -> TokenComparison:
         """A case's answers, compared token for token.
@@ -170,7 +286,7 @@ class Verification:
         Seeded differences are unscored: no score says how close a draw was to the edge between two tokens.
         """
         if why := self.refused.get(case.name):
-            return TokenComparison(case=case.name, prompts=self.plan.prompts, refused=why)
+            return TokenComparison(case=case.name, prompts=len(self._questions(WITH, case)), refused=why)
         return compare_tokens(case, self._pairs(case), self.plan.noise)
 
     def _acceptance(self, speculating: Subject) -> AcceptanceStatistics:
@@ -184,7 +300,7 @@ class Verification:
         return whole
 
 
-def _key(side: str, case: Case, index: int) -> str:
+def _key(side: str, case: Case, index: int | None) -> str:
     return f"{side}/{case.name}/{index}"
 
 

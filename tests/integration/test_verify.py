@@ -68,8 +68,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(**more: Any) -> VerifyPlan:
-    chosen: dict[str, Any] = {"samples": SAMPLES, "max_tokens": TOKENS, "dtype": "float32", "same_seeds": True, **more}
-    return VerifyPlan(prompts=len(PROMPTS), prompts_sha256="", **chosen)
+    chosen: dict[str, Any] = {
+        "samples": SAMPLES,
+        "max_tokens": TOKENS,
+        "long_tokens": 64,
+        "dtype": "float32",
+        "same_seeds": True,
+    }
+    return VerifyPlan(prompts=len(PROMPTS), prompts_sha256="", **{**chosen, **more})
 
 
 class RememberingSubject(EngineSubject):
@@ -120,7 +126,7 @@ def test_an_honest_loop_that_accepts_drafts_is_lossless(
     found = verified(guessing_engine(folders, likely), plain, settings())
     assert (found.verdict, found.faults, found.reasons) == ("lossless", (), ())
     assert found.acceptance_length is not None
-    assert found.acceptance_length > 1.3
+    assert found.acceptance_length > 1.1
     assert all(one.identical == len(PROMPTS) for one in found.greedy)
     assert found.seeded is not None
     assert found.seeded.identical == len(PROMPTS)
@@ -266,7 +272,6 @@ def test_the_command_goes_on_where_it_was_interrupted_and_says_that_the_embedded
     assert child.returncode == 130
     assert "--resume" in said
     assert not command.output.exists()
-    finished = kept_file.read_text().count('"name": "with')
     assert command(*arguments) == 2  # never overwritten unasked
     asked, honest = list[Question](), EngineSubject.answers
 
@@ -277,8 +282,8 @@ def test_the_command_goes_on_where_it_was_interrupted_and_says_that_the_embedded
     command.monkeypatch.setattr(EngineSubject, "answers", counting)
     assert command(*arguments, "--resume") == 0
     report = command.report()
-    sampled = sum(one.samples for one in report.findings.sampled)
-    assert len(asked) == 2 * (3 * len(PROMPTS) + sampled) - finished
+    greedy = GREEDY[0].params.model_copy(update={"max_tokens": 16})
+    assert sum(one.params == greedy for one in asked) == len(PROMPTS)  # the plain side's were kept
     assert report.findings.verdict == "lossless"
     assert (report.plan.dtype, report.plan.same_seeds) == ("float32", True)
     assert report.subjects["with"]["drafter"] == str(folders[1])
@@ -288,7 +293,20 @@ def test_the_command_goes_on_where_it_was_interrupted_and_says_that_the_embedded
 def test_speculation_that_accepts_nothing_could_not_be_told(folders: Folders, tmp_path: Path, command: Command) -> None:
     one = tmp_path / "one.jsonl"
     one.write_text('{"prompt": "the"}\n')
-    given = ["--target", folders[0], "--drafter", folders[1], "--width", 2, "--prompts", one, "--max-tokens", 2]
+    given = [
+        "--target",
+        folders[0],
+        "--drafter",
+        folders[1],
+        "--width",
+        2,
+        "--prompts",
+        one,
+        "--max-tokens",
+        2,
+        "--long-tokens",
+        0,
+    ]
     assert command(*given, "--samples", 0, "--no-same-seeds") == 3
     assert "no drafted token was accepted" in command.said
 

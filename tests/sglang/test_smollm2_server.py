@@ -15,10 +15,11 @@ import pytest
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.verify.questions import FEWEST, SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
@@ -34,7 +35,7 @@ FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16:
 """Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
 VERIFIED = 8
 """Prompts of the verification."""
-PLAN = VerifyPlan(prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, dtype="float32")
+PLAN = VerifyPlan(prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, long_tokens=0, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +158,10 @@ def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(
 
 
 class Nobody:
-    """A subject that must not be asked again."""
+    """A subject that must not be asked again what it answered."""
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        raise AssertionError(f"asked again: {len(questions)} questions")
+        raise RefusedError(f"asked again: {len(questions)} questions", where="verify", status=400)
 
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics.unknown()
@@ -207,8 +208,8 @@ def test_what_is_refused_is_not_called_lossless(verified: tuple[Store, Findings]
     assert found.verdict == "could not tell"
     assert "does not count the tokens of DFlash steps" in str(found.greedy[1].refused)
     assert any("`--no-penalties` verifies the other cases" in reason for reason in found.reasons)
-    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[:-1])
-    assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == len(SAMPLED)
+    assert all("would answer greedily without saying so" in str(one.refused) for one in found.sampled[: BASE - 1])
+    assert sum("`--samples 0` verifies greedy decoding alone" in reason for reason in found.reasons) == BASE
 
 
 def test_an_update_of_the_targets_weights_leaves_the_drafter_as_it_was(

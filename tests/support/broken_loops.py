@@ -47,8 +47,9 @@ class LikelySpeculator(Speculator):
     likely: Mapping[Prefix, int]
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
-        super().draft(requests, widths)  # the real pass, for its effects on the K/V caches
-        return [self._continue(tuple(s.token_ids), width) for s, width in zip(requests, widths, strict=True)]
+        own = super().draft(requests, widths)  # the real pass, for its effects on the K/V caches
+        each = zip(requests, widths, own, strict=True)  # a grammar allows only drafts of its own
+        return [s_own if s.grammar else self._continue(tuple(s.token_ids), width) for s, width, s_own in each]
 
     def _continue(self, tokens: Prefix, width: int) -> list[int]:
         drafted: list[int] = []

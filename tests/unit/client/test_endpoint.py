@@ -51,6 +51,21 @@ def test_token_ids_are_taken_where_a_server_gives_them() -> None:
     assert (asked[0]["return_token_ids"], asked[0]["model"]) == (True, "the-model")
 
 
+def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        if not body.get("stream"):
+            return 200, {"choices": [{"text": "a", "token_ids": [5]}, {"text": "b", "token_ids": [6, 7]}]}
+        parts = [{"text": "a", "token_ids": [5]}, {"text": " b", "token_ids": [6, 7], "finish_reason": "stop"}]
+        events = [*({"choices": [part]} for part in parts), {"choices": [], "usage": {"completion_tokens": 3}}]
+        return 200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+    with server(answer) as (url, asked):
+        two, streamed = (Endpoint(url).complete("x", GREEDY, more) for more in ({"n": 2}, {"stream": True}))
+    assert (asked[0]["n"], two.pieces, [one.text for one in two.choices]) == (2, (5, 6, 7), ["a", "b"])
+    assert (streamed.text, streamed.pieces, streamed.completion_tokens) == ("a b", (5, 6, 7), 3)
+    assert streamed.finish_reason == "stop"
+
+
 def test_a_server_that_refuses_unknown_fields_is_asked_in_its_own_way() -> None:
     def tensorrt_llm(body: dict[str, Any]) -> Reply:
         if "return_token_ids" in body:

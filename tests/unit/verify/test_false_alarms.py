@@ -16,13 +16,24 @@ from scipy.stats import binom
 from torch import Tensor
 
 from dflash_serve.client.endpoint import Reply
+from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
 from dflash_serve.speculation.noise import BlockNoise
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
-from dflash_serve.verify.questions import FIRST_SEED, SAMPLED, SEEDS_A_CASE, WITH, WITHOUT, Case, Question, VerifyPlan
+from dflash_serve.verify.questions import (
+    FEW_PROMPTS,
+    FIRST_SEED,
+    SAMPLED,
+    SEEDS_A_CASE,
+    WITH,
+    WITHOUT,
+    Case,
+    Question,
+    VerifyPlan,
+)
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
@@ -65,6 +76,8 @@ class Pool:
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
         for index, question in enumerate(questions):
+            if question.more or question.params.seed in range(FEW_PROMPTS):
+                raise RefusedError("only a server takes it", where="pool", status=400)
             yield index, Reply("", token_ids=(1, 2) if question.params.greedy else self._sampled(question))
 
     def _sampled(self, question: Question) -> tuple[int, ...]:

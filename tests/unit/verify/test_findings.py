@@ -8,8 +8,9 @@ import pytest
 
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
-from dflash_serve.verify.questions import GREEDY, PENALISED, SAMPLED
+from dflash_serve.verify.questions import BIASED, CONTINUED, GREEDY, LOAD, LONG, PENALISED, SAMPLED, STREAMED
 from dflash_serve.verify.report import FaultKind, Findings, conclude
+from dflash_serve.verify.rules import RuleCheck
 from dflash_serve.verify.tokens import Difference, Kind, TokenComparison
 
 PLAIN, WITH_PENALTIES = (case.name for case in GREEDY)
@@ -60,6 +61,41 @@ def test_what_fails_names_the_fault(
 ) -> None:
     result = found(*comparisons, seeded=seeded)
     assert result.faults == tuple(map(FaultKind, expected))
+    assert result.verdict == ("not lossless" if expected else "lossless")
+
+
+BROKEN = RuleCheck(rule="stop", answers=8, broken=1, example="stop strings, answer 2")
+BROKEN_BIAS = BROKEN.model_copy(update={"rule": "logit_bias"})
+TOP_K = next(case.name for case in SAMPLED if case.params.top_k)
+
+
+@pytest.mark.parametrize(
+    ("exact", "rules", "differs", "expected", "untested"),
+    [
+        ([tokens(LOAD.name, "fault")], [], [], ["wrong under load"], ()),
+        ([tokens(LOAD.name, "unstable", prompts=100)], [], [], [], ()),  # one in a hundred may be rounding
+        ([tokens(STREAMED.name, "fault")], [], [], ["text"], ()),
+        ([tokens(LONG.name, "near-tie", compared=16)], [], [], [], ("long answers beyond 2 tokens",)),
+        ([tokens(LONG.name, "near-tie", compared=16), tokens(CONTINUED.name, "unscored")], [], [], [], ()),
+        ([tokens(LONG.name, "near-tie"), tokens(CONTINUED.name, "fault")], [], [], ["wrong in long answers"], ()),
+        ([], [BROKEN], [], ["request field"], ()),
+        ([], [BROKEN.model_copy(update={"honoured": False})], [], [], ("stop (not kept without speculation)",)),
+        ([], [BROKEN.model_copy(update={"rule": "usage"})], [], ["text"], ()),
+        ([], [], [sampled(TOP_K, differs=True)], ["request field"], ()),
+        ([], [], [sampled(TOP_K, differs=True), sampled(FREE, differs=True)], ["wrong distribution"], ()),
+        ([], [], [sampled(BIASED.name, differs=True)], ["wrong distribution"], ()),
+        ([], [BROKEN_BIAS], [sampled(BIASED.name, differs=True)], ["request field"], ()),
+    ],
+)
+def test_fields_text_and_load_have_their_own_faults(
+    exact: list[TokenComparison],
+    rules: list[RuleCheck],
+    differs: list[DistributionComparison],
+    expected: list[str],
+    untested: tuple[str, ...],
+) -> None:
+    result = found(*differs, exact=tuple(exact), rules=tuple(rules))
+    assert (result.faults, result.scope) == (tuple(map(FaultKind, expected)), untested)
     assert result.verdict == ("not lossless" if expected else "lossless")
 
 

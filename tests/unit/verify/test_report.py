@@ -62,8 +62,10 @@ def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict(
 
 def test_a_verdict_says_what_was_not_tested() -> None:
     plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=0, penalties=False)
-    findings = report().findings.model_copy(update={"verdict": "lossless", "faults": (), "scope": plan.scope})
-    assert shown(report_of(plan, SUBJECTS, findings)).endswith("lossless, greedy only, no penalties")
+    findings = report().findings.model_copy(update={"verdict": "lossless", "faults": (), "scope": plan.left_out})
+    assert shown(report_of(plan, SUBJECTS, findings)).endswith(
+        "lossless: greedy and sampled; not tested: sampling, short answers under load, penalties"
+    )
 
 
 def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None:

@@ -1,0 +1,175 @@
+"""Rules that an answer must keep by its own request, and facts that the same tokens must have on both sides.
+
+A rule is certain: no correct server breaks it, so it has no false-alarm rate. A rule that the plain side breaks is no
+rule of this engine, and is not tested.
+
+| rule | an answer keeps it if |
+|---|---|
+| `max_tokens`, `min_tokens` | it has at most and at least so many tokens |
+| `stop` | its text contains no stop string |
+| `logit_bias` | it has no token but the ones with a bias of 100 |
+| `n` | it has so many choices |
+| `response_format` | its text is JSON of the schema |
+| `usage` | the usage counts its tokens |
+| `text` | the plain side gave the same text, finish reason and usage wherever it gave the same tokens |
+| `seed` | the same request with the same seed gave the same answer; no fault where an engine does not promise it |
+| `log-probabilities` | of each token agreed on, they are those of the plain side, except for rounding |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from dflash_serve.client.endpoint import Reply
+from dflash_serve.common.settings import Frozen
+from dflash_serve.verify.questions import SCHEMA, Question
+from dflash_serve.verify.tokens import Piece
+
+SEED = "seed"
+LOGPROBS_OFF = 0.05
+"""Share of log-probabilities that may differ by more than rounding does. Those of another model nearly all differ."""
+
+
+class RuleCheck(Frozen):
+    """A rule, and the answers with speculation that it was applied to."""
+
+    rule: str
+    answers: int  # With speculation
+    broken: int = 0  # Number of these that break it
+    example: str | None = None  # The first of these: `stop strings, answer 3`
+    honoured: bool = True  # False if the plain side breaks it, too
+
+
+class Answer(NamedTuple):
+    """An answer as it is kept."""
+
+    pieces: list[Piece]
+    text: str = ""
+    usage: int | None = None  # Tokens by the server's own count
+    finish_reason: str | None = None
+    choices: int = 1
+    logprobs: list[float] | None = None  # One for each piece, where the request asks for them
+
+    @classmethod
+    def of(cls, reply: Reply) -> Answer:
+        choices = reply.choices or (reply,)
+        return cls(
+            list(reply.pieces),
+            "\\0".join(choice.text for choice in choices),
+            reply.completion_tokens,
+            reply.finish_reason,
+            len(choices),
+            None if reply.logprobs is None else [one.logprob for one in reply.logprobs],
+        )
+
+    @property
+    def drawn(self) -> list[Piece]:
+        """The answer as a draw from a distribution; of several choices it also matters if they are alike."""
+        each = len(self.pieces) // self.choices
+        alike = all(self.pieces[n] == self.pieces[n % each] for n in range(len(self.pieces))) if each else True
+        return [int(alike), *self.pieces] if self.choices > 1 else self.pieces
+
+
+class Asked(NamedTuple):
+    """A question to both sides with its answers; a side's answer is None if it was not asked."""
+
+    case: str
+    number: int  # Of the question in its case, from 1 on
+    question: Question
+    same_prompt: bool  # True if all questions of the case have one prompt, so that their answers can be compared
+    plain: Answer
+    other: Answer
+
+
+def check_rules(asked: Iterable[Asked], unit: str, noise: float) -> tuple[RuleCheck, ...]:
+    """Every rule that an answer gave occasion for, in the order of their first occasion."""
+    counts, broken, unkept = Counter[str](), Counter[str](), set[str]()
+    examples = dict[str, str]()
+    known = defaultdict[object, set[object]](set)
+    asked = list(asked)
+    for one in asked:
+        known[_same(one, one.plain)].add(_facts(one.plain))
+    for one in asked:
+        unkept |= {rule for rule, keeps in kept(one.question, one.plain, unit) if not keeps}
+        facts = known.get(_same(one, one.other), set())
+        results = list(kept(one.question, one.other, unit))
+        if facts and unit != "characters" and not one.question.params.stop:
+            results.append(("text", _facts(one.other) in facts))
+        for rule, keeps in results:
+            counts[rule] += 1
+            broken[rule] += not keeps
+            if not keeps:
+                examples.setdefault(rule, f"{one.case}, answer {one.number}")
+    checks = [
+        RuleCheck(
+            rule=rule, answers=count, broken=broken[rule], example=examples.get(rule), honoured=rule not in unkept
+        )
+        for rule, count in counts.items()
+    ]
+    return (*checks, *_check_logprobs(asked, noise))
+
+
+def kept(question: Question, answer: Answer, unit: str) -> Iterator[tuple[str, bool]]:
+    """Every rule that the question sets, and True if the answer keeps it."""
+    params, more, count = question.params, question.more, len(answer.pieces)
+    choices = more.get("n", 1)
+    if unit == "token ids":
+        yield "max_tokens", count <= (params.max_tokens or count) * choices
+        if params.min_tokens:
+            yield "min_tokens", count >= params.min_tokens
+        if params.logit_bias:
+            yield "logit_bias", all(piece in params.logit_bias for piece in answer.pieces)
+        if answer.usage is not None and not params.stop:  # engines count what follows the stop string in its block
+            yield "usage", answer.usage == count
+    if params.stop and not params.min_tokens:
+        yield "stop", not any(stop in answer.text for stop in params.stop)
+    if choices > 1:
+        yield "n", answer.choices == choices
+    if "response_format" in more:
+        yield "response_format", _is_of_schema(answer)
+
+
+def _is_of_schema(answer: Answer) -> bool:
+    # an answer that was cut off must begin as an object does
+    if answer.finish_reason == "length":
+        return answer.text.lstrip()[:1] in ("", "{")
+    with suppress(ValueError):
+        value: Any = json.loads(answer.text)
+        (name, allowed), *_ = SCHEMA["properties"].items()
+        return isinstance(value, dict) and list(value) == [name] and value[name] in allowed["enum"]
+    return False
+
+
+def _same(one: Asked, answer: Answer) -> object:
+    return one.case, -1 if one.same_prompt else one.number, tuple(answer.pieces)
+
+
+def _facts(answer: Answer) -> object:
+    return answer.text, answer.finish_reason, answer.usage
+
+
+def _check_logprobs(asked: Sequence[Asked], noise: float) -> Iterator[RuleCheck]:
+    total, off, example = 0, 0, None
+    wanted = [one for one in asked if one.question.params.logprobs is not None]
+    for one in wanted:
+        plain, other = one.plain, one.other
+        for mine, theirs, *values in zip(
+            plain.pieces, other.pieces, plain.logprobs or (), other.logprobs or (), strict=False
+        ):
+            if mine != theirs:
+                break
+            total += 1
+            if abs(values[0] - values[1]) > noise:
+                off, example = off + 1, example or f"{one.case}, answer {one.number}"
+    if wanted:
+        yield RuleCheck(
+            rule="log-probabilities",
+            answers=total,
+            broken=off if off > LOGPROBS_OFF * total else 0,
+            example=example,
+            honoured=total > 0,
+        )

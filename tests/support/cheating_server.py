@@ -1,0 +1,268 @@
+"""A connection to the embedded server that cheats: it changes requests before they are sent, or their answers.
+
+Engine and seeds make every answer a function of its request, so that the server is asked nothing twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from dflash_serve.common.http import Connection
+from dflash_serve.verify.report import FaultKind
+from dflash_torch.engine import EmbeddedEngine
+
+Body = dict[str, Any]
+WRONG = 7  # Every so many answers of `one_token_replaced`, and of `crosstalk` its square
+
+
+@dataclass
+class CheatingServer:
+    """What a cheat knows; `cheat` is what it does with a request."""
+
+    engine: EmbeddedEngine
+    known: dict[str, Body] = field(default_factory=dict)  # Answers by path and request
+    send: Callable[[str, Body], Body] = lambda path, body: {}
+
+    def __post_init__(self) -> None:
+        self.begin(lambda server, body: server.ask(body))
+
+    def begin(self, cheat: Cheat) -> None:
+        """Another cheat, with nothing remembered of the last one."""
+        self.cheat, self.counts, self.running = cheat, itertools.count(1), 0
+        self.last: Body = {}
+        self.prompts: set[str] = set()
+
+    def answer(self, path: str, body: Body) -> httpx.Response:
+        """The response to a client."""
+        self.running += 1
+        try:
+            answer = self.cheat(self, {**body, "path": path})
+        finally:
+            self.running -= 1
+        if not body.get("stream"):
+            return httpx.Response(200, json=answer)
+        events = "".join(f"data: {json.dumps(event)}\n\n" for event in _events(answer))
+        return httpx.Response(200, text=events + "data: [DONE]\n\n")
+
+    def ask(self, body: Body) -> Body:
+        """The server's own answer, not streamed."""
+        path = body["path"]
+        body = {name: value for name, value in body.items() if name not in ("path", "stream", "stream_options")}
+        key = json.dumps([path, body])
+        if key not in self.known:
+            self.known[key] = self.send(path, body)
+        return json.loads(json.dumps(self.known[key]))  # type: ignore[no-any-return]
+
+    def continued(self, body: Body, after: int, **changes: Any) -> Body:
+        """The answer whose tokens behind the first `after` ones come from a request with these changes."""
+        if body["max_tokens"] <= after or body.get("n"):
+            return self.ask(body)
+        begun = self.ask({**body, "max_tokens": after, "return_token_ids": True})
+        first = begun["choices"][0]
+        if first["finish_reason"] != "length":
+            return begun
+        prompt = [*self.engine.tokenize(body.get("messages") or body["prompt"]), *first["token_ids"]]
+        rest = {name: value for name, value in body.items() if name not in ("messages", "logprobs", "top_logprobs")}
+        rest |= {"prompt": prompt, "max_tokens": body["max_tokens"] - after, "return_token_ids": True, **changes}
+        second = self.ask({**rest, "path": "/v1/completions"})["choices"][0]
+        _edit_text(first, lambda text: text + second["text"])
+        first["token_ids"] += second["token_ids"]
+        begun["usage"]["completion_tokens"] = len(first["token_ids"])
+        return begun
+
+
+Cheat = Callable[[CheatingServer, Body], Body]
+
+
+@dataclass(frozen=True)
+class CheatingConnection(Connection):
+    """A connection with a `CheatingServer` in it."""
+
+    server: CheatingServer | None = None
+
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        if method != "POST" or self.server is None or body is None:
+            return super()._send(method, path, body)
+        self.server.send = lambda path, body: super(CheatingConnection, self)._send("POST", path, body).json()
+        return self.server.answer(path, dict(body))
+
+
+def _events(answer: Body) -> Iterator[Body]:
+    for choice in answer["choices"]:
+        whole = {name: value for name, value in choice.items() if name != "message"}
+        yield {"choices": [whole | ({"delta": choice["message"]} if "message" in choice else {})]}
+    yield {"choices": [], "usage": answer["usage"]}
+
+
+def _edit_text(choice: Body, change: Callable[[str], str]) -> None:
+    inside = choice.get("message", choice)
+    name = "content" if "message" in choice else "text"
+    inside[name] = change(inside[name] or "")
+
+
+def without(*fields: str) -> Cheat:
+    """Ignores these fields."""
+
+    def cheat(server: CheatingServer, body: Body) -> Body:
+        return server.ask({name: value for name, value in body.items() if name not in fields})
+
+    return cheat
+
+
+def sets(when: Callable[[Body], bool] = lambda body: True, **fields: Any) -> Cheat:
+    """Sets these fields, where a request is of that kind."""
+
+    def cheat(server: CheatingServer, body: Body) -> Body:
+        return server.ask({**body, **(fields if when(body) else {})})
+
+    return cheat
+
+
+def edits(change: Callable[[Body], None], when: Callable[[Body], bool] = lambda body: True) -> Cheat:
+    """Changes every choice of an answer."""
+
+    def cheat(server: CheatingServer, body: Body) -> Body:
+        answer = server.ask(body)
+        for choice in answer.get("choices", ()) if when(body) else ():
+            change(choice)
+        return answer
+
+    return cheat
+
+
+def _greedy(body: Body) -> bool:
+    return bool(body["temperature"] == 0)
+
+
+def crosstalk(server: CheatingServer, body: Body) -> Body:
+    """One answer in 7 * 7 is that of another request."""
+    answer = server.ask(body)
+    if next(server.counts) % WRONG**2 == 0 and server.last:
+        given = server.last["choices"][0]
+        mine = answer["choices"][0]
+        _edit_text(mine, lambda _: given.get("message", {}).get("content") or given.get("text") or "")
+        mine["token_ids"] = given["token_ids"]
+    elif "choices" in answer:
+        server.last = json.loads(json.dumps(answer))
+    return answer
+
+
+def fresh_seeds(server: CheatingServer, body: Body) -> Body:
+    """No answer can be had twice."""
+    return server.ask({**body, **({"seed": next(server.counts)} if "seed" in body else {})})
+
+
+def seeds_in_turns(server: CheatingServer, body: Body) -> Body:
+    """Every seed has one of seven answers."""
+    return server.ask({**body, **({"seed": body["seed"] % WRONG} if "seed" in body else {})})
+
+
+def greedy_after_8(server: CheatingServer, body: Body) -> Body:
+    """Sampling turns greedy."""
+    return server.ask(body) if _greedy(body) else server.continued(body, 8, temperature=0)
+
+
+def wrong_after_128(server: CheatingServer, body: Body) -> Body:
+    """Long answers go wrong."""
+    return server.continued(body, 128, temperature=1.5, seed=1)
+
+
+def wrong_under_load(server: CheatingServer, body: Body) -> Body:
+    """Greedy answers go wrong while other requests run."""
+    time.sleep(0.002)
+    loaded = server.running > 2 and "prompt" in body and _greedy(body)
+    return server.ask({**body, **({"temperature": 1.5, "seed": 1} if loaded else {})})
+
+
+def wrong_after_a_prefix(server: CheatingServer, body: Body) -> Body:
+    """A prompt that begins with an earlier one is read without its first character."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        reused = any(prompt.startswith(earlier) for earlier in server.prompts if earlier != prompt)
+        server.prompts.add(prompt)
+        body = {**body, "prompt": prompt[1:] if reused and len(prompt) > 1 else prompt}
+    return server.ask(body)
+
+
+def copies(server: CheatingServer, body: Body) -> Body:
+    """All choices of a request are the first one."""
+    answer = server.ask({name: value for name, value in body.items() if name != "n"})
+    answer["choices"] *= body.get("n", 1)
+    answer["usage"]["completion_tokens"] *= body.get("n", 1)
+    return answer
+
+
+def counts_wrongly(server: CheatingServer, body: Body) -> Body:
+    """The usage has a token too many."""
+    answer = server.ask(body)
+    if "usage" in answer:
+        answer["usage"]["completion_tokens"] += 1
+    return answer
+
+
+def one_token_replaced(server: CheatingServer, body: Body) -> Body:
+    """One answer in seven has a wrong token."""
+    answer = server.ask(body)
+    if next(server.counts) % WRONG == 0 and "choices" in answer:
+        ids = answer["choices"][0]["token_ids"]
+        ids[-1] = (ids[-1] + 1) % 96
+    return answer
+
+
+def _scaled(choice: Body) -> None:
+    given = choice.get("logprobs") or {}
+    for entry in given.get("content") or ():
+        entry["logprob"] *= 1.3
+    if given.get("token_logprobs"):
+        given["token_logprobs"] = [1.3 * value for value in given["token_logprobs"]]
+
+
+def _says_more(choice: Body) -> None:
+    _edit_text(choice, lambda text: text + "!")
+
+
+def _streams_less(choice: Body) -> None:
+    _edit_text(choice, lambda text: text[:-1])
+
+
+def _sampled(body: Body) -> bool:
+    return not _greedy(body)
+
+
+CHEATS: Mapping[str, tuple[Cheat, FaultKind]] = {
+    "top_k ignored": (without("top_k"), FaultKind.FIELD),
+    "top_p ignored": (without("top_p"), FaultKind.DISTRIBUTION),
+    "min_p ignored": (without("min_p"), FaultKind.FIELD),
+    "logit_bias ignored": (without("logit_bias"), FaultKind.FIELD),
+    "stop ignored": (without("stop"), FaultKind.FIELD),
+    "min_tokens ignored": (without("min_tokens"), FaultKind.FIELD),
+    "n ignored": (without("n"), FaultKind.FIELD),
+    "n copies": (copies, FaultKind.FIELD),
+    "response_format ignored": (without("response_format"), FaultKind.FIELD),
+    "repetition_penalty ignored": (without("repetition_penalty"), FaultKind.PENALTIES),
+    "penalties ignored": (without("presence_penalty", "frequency_penalty"), FaultKind.PENALTIES),
+    "hotter": (sets(_sampled, temperature=1.9), FaultKind.DISTRIBUTION),
+    "relaxed acceptance": (sets(_greedy, temperature=0.2, top_k=2, seed=3), FaultKind.STALE_STATE),
+    "one token replaced": (one_token_replaced, FaultKind.STALE_STATE),
+    "sampling is greedy": (sets(_sampled, temperature=0), FaultKind.GREEDY_SAMPLING),
+    "sampling turns greedy after 8 tokens": (greedy_after_8, FaultKind.DISTRIBUTION),
+    "wrong after the 128th token": (wrong_after_128, FaultKind.LONG),
+    "answers of other requests": (crosstalk, FaultKind.LOAD),
+    "wrong under load": (wrong_under_load, FaultKind.LOAD),
+    "wrong after a reused prefix": (wrong_after_a_prefix, FaultKind.LOAD),
+    "seeds ignored": (fresh_seeds, FaultKind.SEEDS),
+    "one of seven seeds for all": (seeds_in_turns, FaultKind.DISTRIBUTION),
+    "text differs from the tokens": (edits(_says_more), FaultKind.TEXT),
+    "streamed text lacks a character": (edits(_streams_less, lambda body: bool(body.get("stream"))), FaultKind.TEXT),
+    "usage differs from the tokens": (counts_wrongly, FaultKind.TEXT),
+    "finish reason is always stop": (edits(lambda choice: choice.update(finish_reason="stop")), FaultKind.TEXT),
+    "log-probabilities of another model": (edits(_scaled), FaultKind.LOGPROBS),
+}
+"""Cheats, and the fault that a verification names among others."""
