@@ -23,7 +23,7 @@ from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
 from dflash_serve.catalogue import drafters_of
-from dflash_serve.certify.report import DECIDING, UNDECIDED, Expected, Measurements, outcome, redacted
+from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, Expected, Measurements, outcome, redacted
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
@@ -203,7 +203,7 @@ class Certification:
             self.benches[word] = self._bench(word, rounds)
             self.benches[word].run(lambda run, *_: self._ran(run, until))
             ratios = self.benches[word].report().loads[name]
-            if all(outcome(each) != UNDECIDED for each in ratios):
+            if all(outcome(each) in (FASTER, SLOWER) for each in ratios):
                 break
 
     def _ran(self, run: Run, until: float) -> None:

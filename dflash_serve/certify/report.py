@@ -26,7 +26,7 @@ from dflash_serve.errors import UserError
 JSON, HTML, TEMPLATE = "certificate.json", "certificate.html", "report.html.jinja"
 ACCEPTED, UNKNOWN, REFUSED = "accepted", "could not tell", "refused"  # Verdicts, the best first
 EXIT_CODES = {ACCEPTED: 0, UNKNOWN: 3, REFUSED: 1}
-FASTER, SLOWER, UNDECIDED = "faster", "slower", "no difference shown"  # Outcomes of a load
+FASTER, SLOWER, EQUAL, FEW = "faster", "slower", "no difference shown", "too few rounds"  # Outcomes of a load
 COLUMNS = ("users", "served with", "tokens/s", "tokens/s/user", "first token, ms", "against plain", "acceptance length")
 DECIDING = 3  # Fewest rounds of a load that decide
 LOW = 0.8  # Share of the lowest published acceptance length below which acceptance is low
@@ -108,11 +108,11 @@ class Certificate(Measurements):
 
 
 def outcome(ratio: LoadRatio) -> str:
-    """`FASTER`, `SLOWER` or `UNDECIDED`, by the rule above."""
+    """`FASTER`, `SLOWER`, `EQUAL` or `FEW`, by the rule above."""
     spread = ratio.highest - ratio.lowest
-    if ratio.rounds >= DECIDING and ratio.lowest - 1 > spread:
-        return FASTER
-    return SLOWER if ratio.rounds >= DECIDING and 1 - ratio.highest > spread else UNDECIDED
+    if ratio.rounds < DECIDING:
+        return FEW
+    return FASTER if ratio.lowest - 1 > spread else SLOWER if 1 - ratio.highest > spread else EQUAL
 
 
 def conclude(found: Measurements) -> Certificate:
@@ -159,9 +159,11 @@ def _lossless(found: Measurements) -> tuple[bool | None, str]:
 
 
 def _best_width(found: Measurements) -> str:
-    # `auto`, unless whole blocks are faster than it at every load, by all of their rounds
+    # `auto`, unless whole blocks are faster than it in every round at every load
     auto, fixed = ({each.users: each for each in found.loads.get(name, ())} for name in (AUTO, found.whole))
-    better = [each.lowest > auto[users].highest for users, each in fixed.items() if users in auto]
+    better = [
+        one.rounds >= DECIDING and users in auto and one.lowest > auto[users].highest for users, one in fixed.items()
+    ]
     return found.whole if AUTO not in found.loads or (better and all(better)) else AUTO
 
 

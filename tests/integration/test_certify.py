@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.certify import certification
 from dflash_serve.checkpoint.source import record_survival
+from dflash_serve.cli.main import app
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.deployment import Deployment
 from dflash_serve.speculation.params import SamplingParams
@@ -161,22 +164,36 @@ def test_a_slow_server_is_refused(site: MakeSite) -> None:
     assert "refused; recommended: width off" in found.report["lines"][3]
 
 
+SAYS = """
+import json, pathlib, sys
+healthy, output = "--url" in sys.argv, pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+said = "the server is healthy" if healthy else "the checkpoint: rope"
+output.write_text(json.dumps({"verdict": "healthy" if healthy else "fault", "sentences": [said, " ".join(sys.argv)]}))
+sys.exit(0 if healthy else 1)
+"""
+
+
 def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
     site: MakeSite, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The doctor is a stand-in, whose options must be the real one's: it has tests of its own, and takes a minute."""
     drafter = tmp_path / "damaged"  # random weights that claim the acceptance of trained ones
     drafter.mkdir()
     for file in folders[1].iterdir():
         (drafter / file.name).write_bytes(file.read_bytes())
     record_survival(drafter, [0.9, 0.8, 0.7])
     pair = (folders[0], drafter)
-    monkeypatch.setattr(certification, "DOCTOR_SIZE", ("--num-prompts", "2", "--max-tokens", "8", "--quiet"))
+    monkeypatch.setattr(certification, "DOCTOR", (sys.executable, "-c", SAYS))
     found = site(lambda: tiny_engine(pair, max_batch_size=broken_loops.SLOTS), pair)
     assert found.certify() == 1
     wrong = found.report["lines"][4]
     assert "acceptance length 1." in wrong
     assert "3.40 published (the drafter's provenance.json)" in wrong
-    assert "doctor: " in wrong
+    assert "doctor: the server is healthy" in wrong
+    assert "doctor: the checkpoint: rope" in wrong
+    command: Any = typer.main.get_command(app)
+    known = {option for parameter in command.commands["doctor"].params for option in parameter.opts}
+    assert {"--url", "--output"} < set(re.findall(r"--[a-z-]+", wrong)) <= known
 
 
 def test_an_interrupted_certification_goes_on(site: MakeSite) -> None:

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "unverified": ({"auto": None}, "could not tell", "auto: there was no time"),
     "slow": ({"speed": {1: SLOW, 8: SLOW}}, "refused", "recommended: width off"),
     "undecided": ({"speed": {1: EVEN}}, "could not tell", "no difference shown"),
-    "one round": ({"rounds": 1}, "could not tell", "no difference shown"),
+    "two rounds": ({"rounds": 2}, "could not tell", "too few rounds"),
     "unmeasured": ({"speed": {}}, "could not tell", "not measured"),
     "damaged drafter": ({"length": 1.1}, "refused", "wrong: acceptance length 1.10, 2.10 published (chat, its card)"),
     "doctor": ({"length": 1.1, "doctor": ILL}, "refused", "doctor: a fault: *stale context*"),
