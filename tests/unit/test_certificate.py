@@ -10,13 +10,17 @@ import pytest
 
 from dflash_serve.bench.results import LoadRatio
 from dflash_serve.certify.report import (
+    COLUMNS,
     Certificate,
     Expected,
     Measurements,
     conclude,
+    read_certificate,
     redacted,
+    table,
     write_certificate,
 )
+from tests.house import ROOT
 from tests.support.command_line import call
 
 LOSSLESS, OPEN = ("lossless", (), ()), ("could not tell", (), ("nothing shows that it speculates",))
@@ -145,6 +149,15 @@ def test_two_certificates_are_compared(
     (tmp_path / "no.json").write_text(json.dumps({"points": []}))
     assert call(monkeypatch, "certify", "--compare", old, tmp_path / "no.json") == 2
     assert "not a certificate of this version" in capsys.readouterr().err
+
+
+def test_the_example_of_the_docs_is_the_committed_report() -> None:
+    report = ROOT / "benchmarks/results/certify-smollm2-embedded.json"
+    found, page = read_certificate(report), (ROOT / "docs/certify.md").read_text()
+    measurements = {name: value for name, value in dict(found).items() if name in Measurements.model_fields}
+    assert conclude(Measurements(**measurements)).lines == found.lines
+    rows = ["| " + " | ".join(row) + " |" for row in (COLUMNS, *table(found))]
+    assert [line for line in (*found.lines, *rows) if line not in page.splitlines()] == []
 
 
 def test_no_secret_is_in_a_certificate() -> None:
