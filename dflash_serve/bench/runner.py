@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -32,13 +32,18 @@ RUNS, WORK = "runs", "work"
 class Bench:
     """One bench, in one folder.
 
+    Args:
+        start: gives the URL of a variant's server, in place of a server of the bench's own.
+
     Raises:
         UserError: a mistake in the settings; nothing is written then.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, start: Callable[[str, Deployment], AbstractContextManager[str]] | None = None
+    ) -> None:
         deployment, self.told = read_deployment(settings)
-        self.settings, self.work = settings, settings.output / WORK
+        self.settings, self.work, self.start = settings, settings.output / WORK, start
         self.variants, self.backend = find_variants(settings, deployment)
         self.dataset = load_dataset(settings.dataset)
         self.request = RequestSettings(
@@ -71,7 +76,7 @@ class Bench:
             UserError: the folder cannot be used, a server or aiperf failed; finished runs are kept.
             KeyboardInterrupt: finished runs are kept, and a report of them is written.
         """
-        self._open_stores()
+        self.open_stores()
         try:
             with sigterm_interrupts():
                 if self._missing():
@@ -79,9 +84,9 @@ class Bench:
                     self._measure_missing(report_run)
         except (UserError, KeyboardInterrupt):
             if self.finished():
-                write_report(self._report(), self.settings.output)
+                write_report(self.report(), self.settings.output)
             raise
-        return write_report(self._report(), self.settings.output)
+        return write_report(self.report(), self.settings.output)
 
     def finished(self) -> list[Run]:
         """Runs that are kept, made with this bench's settings.
@@ -97,7 +102,12 @@ class Bench:
                 raise UserError("not runs of this version", where=str(store.path), do="remove it") from None
         return found
 
-    def _open_stores(self) -> None:
+    def open_stores(self) -> None:
+        """Reads the finished runs that the folder has.
+
+        Raises:
+            UserError: it cannot be used.
+        """
         folder = self.settings.output / RUNS
         require_writable(folder)
         for name, variant in self.variants.items():
@@ -117,7 +127,8 @@ class Bench:
 
     def _measure_missing(self, report_run: Callable[[Run, int, int], None]) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
-        self.env = self.backend.look() if isinstance(self.backend, LookingBackend) else {}
+        if self.start is None and isinstance(self.backend, LookingBackend):
+            self.env = self.backend.look()
         running: dict[str, Endpoint] = {}
         with ExitStack() as servers:
             for cell in self._missing():
@@ -130,7 +141,8 @@ class Bench:
                 self.stores[run.variant].put(f"c{run.concurrency}-r{run.round + 1}", run.model_dump(mode="json"))
                 report_run(run, len(self.cells) - len(self._missing()), len(self.cells))
 
-    def _report(self) -> ReportData:
+    def report(self) -> ReportData:
+        """Settings and finished runs, of which all figures are made."""
         planned = set(self.cells)
         return ReportData(
             settings=self.settings,
@@ -144,7 +156,9 @@ class Bench:
     def _start(self, name: str, servers: ExitStack) -> Endpoint:
         # A server that the bench starts ends with `servers`.
         url = self.variants[name]
-        if isinstance(url, Deployment):
+        if isinstance(url, Deployment) and self.start is not None:
+            url = servers.enter_context(self.start(name, url))
+        elif isinstance(url, Deployment):
             assert self.backend is not None
             folder = self.work / f"{slug(name)}.server"
             url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))

@@ -15,6 +15,7 @@ from dflash_serve import __version__
 from dflash_serve.cli import options
 from dflash_serve.cli.answers import evaluate, generate
 from dflash_serve.cli.bench import bench
+from dflash_serve.cli.certify import certify
 from dflash_serve.cli.deploy import deploy
 from dflash_serve.cli.doctor import doctor
 from dflash_serve.cli.drafters import convert, drafters, inspect, train
@@ -49,8 +50,24 @@ def _options(
     """One DFlash drafter, every engine: check it, prove it lossless, serve it."""
 
 
-ENGINE_VERBS = (serve, verify, bench, deploy)  # Those that start an engine's own server, or say how
-for verb in (generate, serve, drafters, inspect, convert, train, evaluate, verify, doctor, top, bench, plan, deploy):
+ENGINE_VERBS = (serve, verify, bench, certify, deploy)  # Those that start an engine's own server, or say how
+VERBS = (
+    generate,
+    serve,
+    drafters,
+    inspect,
+    convert,
+    train,
+    evaluate,
+    verify,
+    doctor,
+    top,
+    bench,
+    certify,
+    plan,
+    deploy,
+)
+for verb in (*VERBS, bench, certify, plan, deploy):
     app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())

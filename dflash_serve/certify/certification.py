@@ -1,0 +1,348 @@
+"""The run of a certification: one pair of servers at a time, each verified and measured, within a budget of time.
+
+For whole blocks, then for `auto`: a verification of the size that fits, then rounds of all loads until each is decided
+or the pair's share of the time is over. The plain server runs beside the speculating one, or in turn with it where a
+server takes all of a device's memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+from dflash_serve.backend import EMBEDDED, LookingBackend, Prompt, ServerBackend, server_backend
+from dflash_serve.bench.results import LoadRatio, Run, as_json
+from dflash_serve.bench.runner import Bench
+from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
+from dflash_serve.catalogue import drafters_of
+from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, Expected, Measurements, outcome, redacted
+from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_server
+from dflash_serve.common.documents import read_json
+from dflash_serve.common.store import Store
+from dflash_serve.deployment import Deployment
+from dflash_serve.errors import UserError
+from dflash_serve.prompts import BUNDLED, prompts_digest, read_prompt_set
+from dflash_serve.server_adapter import resolve, running_server
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.questions import FEWEST, WITH, WITHOUT, VerifyPlan
+from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair
+from dflash_serve.verify.verification import Verification
+
+ROUNDS = 5  # Most rounds of a load
+RUN_SECONDS = 15.0  # Intended length of one run of aiperf, whose own start takes about 10 s
+IN_FLIGHT = 16  # Requests in flight while answers are verified
+VERIFY_SHARE = 0.4  # Largest share of a pair's time for its verification
+FEWEST_PROMPTS = 8  # Fewest prompts of a verification, even if they take longer than its share
+SAMPLES = (1024, 512, 256, 128, FEWEST)
+SAMPLED_COST = 4 * 2 * 12
+"""Tokens of time for one sample of every case: 4 cases, 2 sides, 8 tokens and a prompt that costs as much as 4."""
+DOCTOR = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "doctor")
+"""The doctor runs in a process of its own, which gives all memory of its models back."""
+DOCTOR_SIZE = ("--num-prompts", "8", "--max-tokens", "32", "--quiet")
+
+
+class OutOfTimeError(Exception):
+    """The time is used up; everything finished is kept."""
+
+
+@dataclass
+class Servers:
+    """Servers of the variants, started when first asked for.
+
+    Args:
+        users: the largest load; a new server answers as many requests before it is measured.
+        together: the plain server goes on beside another one; otherwise one server runs at a time.
+        facts: by variant, what was seen of its server.
+    """
+
+    backend: ServerBackend
+    folder: Path
+    users: int
+    together: bool
+    facts: dict[str, dict[str, Any]]
+    running: dict[str, tuple[ExitStack, str]] = field(default_factory=dict)
+
+    @cached_property
+    def env(self) -> Mapping[str, str]:
+        return self.backend.look() if isinstance(self.backend, LookingBackend) else {}
+
+    def url(self, name: str, deployment: Deployment) -> str:
+        """The URL of a variant's server, which is started if it does not run."""
+        if name not in self.running:
+            if name != OFF or not self.together:
+                self.stop(but=OFF if self.together else None)
+            stack, folder, before = ExitStack(), self.folder / slug(name), (gpu("memory.used"), host_mib())
+            env, start = self.env, time.monotonic()
+            url = stack.enter_context(running_server(self.backend, deployment, folder, env=env))
+            self.running[name] = stack, url
+            seen = {"start_seconds": round(time.monotonic() - start, 1), "gpu_mib": (before[0], gpu("memory.used"))}
+            lines = (folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            graphs = [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)]
+            self.facts[name] = {**seen, "host_mib": host_mib() - before[1], "graphs": graphs[-1:]}
+            self.rate(url)
+        return self.running[name][1]
+
+    def rate(self, url: str) -> float:
+        """Tokens/s of short answers at the largest load; the first call warms a server up."""
+        start, params = time.monotonic(), SamplingParams(temperature=0, max_tokens=16)
+        asked = [(f"Count to {number} in words.", params) for number in range(self.users)]
+        list(Endpoint(url, concurrency=self.users).complete_all(asked))
+        return self.users * 16 / (time.monotonic() - start)
+
+    def stop(self, but: str | None = None) -> None:
+        """Ends all servers but one, and notes which metrics they had."""
+        for name in [name for name in self.running if name != but]:
+            stack, url = self.running.pop(name)
+            with stack, suppress(UserError):
+                told = vars(read_server(url)).items()
+                self.facts[name]["metrics"] = [key for key, value in told if value is not None]
+
+
+class Certification:
+    """One certification, in one folder.
+
+    Args:
+        settings: of the bench of every pair, but for `variants`, `rounds`, `requests_per_user` and `output`.
+        store: finished verifications, chosen sizes, facts and the time that was spent.
+        tell: gets one line about each step.
+
+    Raises:
+        UserError: a mistake in the settings, or a deployment with problems; nothing is started then.
+    """
+
+    def __init__(self, settings: Settings, minutes: float, store: Store, tell: Callable[[str], None]) -> None:
+        self.settings, self.store, self.tell = settings, store, tell
+        self.seconds, self.work = 60 * minutes, settings.output / "work"
+        self._before, self._start = float(store.get("spent", 0.0)), time.monotonic()
+        self._longest = self._last = 0.0  # Seconds of the longest run of aiperf; time of the last one's end
+        bundled = settings.dataset == str(settings.output / BUNDLED.name)
+        self.left_out = ["prompts of yours (--dataset)"] if bundled else []
+        self.benches: dict[str, Bench] = {}
+        for word in (FIXED, AUTO):
+            try:
+                self.benches[word] = self._bench(word, ROUNDS)
+            except UserError as error:
+                if not self.benches:
+                    raise
+                self.left_out.append(f"{word}, which is refused ({error})")
+        first, self.backend = self.benches[FIXED], server_backend(settings.backend)
+        self.variants = {name: cast(Deployment, v) for b in self.benches.values() for name, v in b.variants.items()}
+        facts = {name: store[f"server {name}"] for name in self.variants if f"server {name}" in store}
+        together, users = not first.settings.one_at_a_time, max(settings.concurrency)
+        self.servers = Servers(self.backend, self.work / "servers", users, together, facts)
+        texts = first.dataset.prompts
+        self.prompts: list[Prompt] = [[{"role": "user", "content": text}] for text in (texts or ())[:20]]
+        self.prompts = self.prompts or read_prompt_set()
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the budget, over all runs of an interrupted certification."""
+        return self._before + time.monotonic() - self._start
+
+    def check(self, until: float) -> None:
+        """Keeps the time that was spent.
+
+        Raises:
+            OutOfTimeError: `until` seconds are over.
+        """
+        self.store.put("spent", self.spent)
+        if self.spent >= until:
+            raise OutOfTimeError
+
+    def run(self) -> Measurements:
+        """Measures what is missing.
+
+        Raises:
+            UserError: a server or aiperf failed; finished results are kept.
+        """
+        try:
+            for number, word in enumerate(self.benches):
+                share = (self.seconds - self.spent) / (len(self.benches) - number)
+                with suppress(OutOfTimeError):
+                    self._pair(word, self.spent + share)
+                if word == FIXED and self.measurements().low and "doctor" not in self.store:
+                    self.store.put("doctor", self._doctor())
+        finally:
+            self.servers.stop()
+            for name, seen in self.servers.facts.items():
+                self.store.put(f"server {name}", seen)
+            self.store.put("spent", self.spent)
+        return self.measurements()
+
+    def _bench(self, word: str, rounds: int) -> Bench:
+        each = self.store.get("requests per user", 1)
+        change = {"variants": (OFF, word), "rounds": rounds, "output": self.work / word, "requests_per_user": each}
+        return Bench(self.settings.model_copy(update=change), lambda *one: nullcontext(self.servers.url(*one)))
+
+    def _pair(self, word: str, until: float) -> None:
+        self.benches[word].open_stores()  # what an interrupted run has finished counts even if no time is left
+        (name,) = self.benches[word].variants.keys() - {OFF}
+        if f"rate {name}" not in self.store:
+            rates = [self.servers.rate(self._url(one)) for one in (name, OFF)]
+            self.store.put(f"rate {name}", min(rates))
+        rate = self.store[f"rate {name}"]
+        if "requests per user" not in self.store:  # the same for both pairs, and after an interruption
+            seconds = max(self.settings.concurrency) * self.settings.max_tokens / rate
+            self.store.put("requests per user", max(1, min(8, round(RUN_SECONDS / seconds))))
+        if f"verified {name}" not in self.store:
+            seconds = VERIFY_SHARE * (until - self.spent)
+            self.store.put(f"verified {name}", self._verified(name, rate * seconds))
+        if self.store[f"verified {name}"]["findings"]["verdict"] == "not lossless":
+            return  # which decides the verdict, whatever the speed
+        for rounds in range(1, ROUNDS + 1):
+            self.check(until - self._longest)
+            self.benches[word], self._last = self._bench(word, rounds), self.spent
+            self.benches[word].run(lambda run, *_: self._ran(run, until))
+            ratios = self.benches[word].report().loads[name]
+            if all(outcome(each) in (FASTER, SLOWER) for each in ratios):
+                break
+
+    def _ran(self, run: Run, until: float) -> None:
+        self.tell(f"{run.variant}, {run.concurrency} users, round {run.round + 1}: {run.throughput:.1f} tokens/s")
+        self._longest, self._last = max(self._longest, self.spent - self._last), self.spent
+        self.check(until - self._longest)  # the next run may take as long
+
+    def _url(self, name: str) -> str:
+        return self.servers.url(name, self.variants[name])
+
+    def _verified(self, name: str, tokens: float) -> dict[str, Any]:
+        kept = self.store.get(f"plan {name}")
+        plan = self._plan(tokens) if kept is None else VerifyPlan.model_validate(kept)
+        self.store.put(f"plan {name}", plan.model_dump(mode="json"))
+        self.tell(f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side")
+        described = {
+            side: {"backend": self.backend.name, "deployment": self.variants[one].model_dump_json()}
+            for side, one in ((WITH, name), (WITHOUT, OFF))
+        }
+        answers = Store(self.work / f"verify-{slug(name)}.jsonl", {"plan": self.store[f"plan {name}"], **described})
+
+        def subject(variant: str) -> AbstractContextManager[Subject]:
+            return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
+
+        pair = SubjectPair(partial(subject, name), partial(subject, OFF), described, plan.dtype)
+        run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
+        with closing(answers):
+            found = run.run().model_dump(mode="json")
+        self.tell(f"verify {name}: {found['verdict']}")
+        return {"plan": plan.model_dump(mode="json"), "findings": found}
+
+    def _plan(self, tokens: float) -> VerifyPlan:
+        """The largest verification that takes so many tokens; the least one decides greedy decoding alone."""
+        exact, longest = self.variants[OFF].hardware.dtype == "float32", min(128, self.settings.max_tokens)
+        each, prompts = 2 * 2 * longest, len(self.prompts)  # 2 cases, 2 sides
+        samples = next((count for count in SAMPLES if each * prompts + count * SAMPLED_COST <= tokens), 0)
+        return VerifyPlan(
+            prompts=prompts if samples else min(prompts, max(FEWEST_PROMPTS, int(tokens / each))),
+            prompts_sha256=prompts_digest(self.prompts),
+            max_tokens=longest,
+            samples=samples,
+            dtype="float32" if exact else "bfloat16",
+            same_seeds=exact and self.backend.name == EMBEDDED,
+        )
+
+    def _doctor(self) -> dict[str, Any]:
+        """The doctor's report on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
+        (name,) = self.benches[FIXED].variants.keys() - {OFF}
+        self.tell("acceptance is low: asking the doctor")
+        suspect = ("--url", self._url(name))
+        if not self.servers.together:  # its own engine needs the memory
+            self.servers.stop()
+            suspect = ("--observed", str(self.measurements().acceptance_length))
+        given = [str(self.settings.deployment)] if self.settings.deployment else []
+        given += ["--target", self.settings.target] if self.settings.target else []
+        given += ["--drafter", self.settings.drafter] if self.settings.drafter else []
+        verdict, sentences = "healthy", list[str]()
+        for number, about in enumerate((suspect, ())):
+            output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
+            again = ["--resume"] if output.with_name(f"{output.name}.partial.jsonl").exists() else []
+            argv = [*DOCTOR, *given, *about, *DOCTOR_SIZE, *again, "--output", str(output)]
+            try:
+                done = subprocess.run(argv, capture_output=True, text=True, timeout=left, check=False)  # noqa: S603
+            except subprocess.TimeoutExpired:
+                return {
+                    "verdict": "could not tell",
+                    "sentences": [*sentences, "there was no time for more (--minutes)"],
+                }
+            if done.returncode not in (0, 1, 3):
+                return {"verdict": "could not tell", "sentences": [(done.stderr.splitlines() or ["it failed"])[-1]]}
+            report = read_json(output)
+            verdict, sentences = report["verdict"], [*sentences, *report["sentences"][:2]]
+            if verdict != "healthy":
+                break
+        return {"verdict": verdict, "sentences": sentences}
+
+    def measurements(self) -> Measurements:
+        """Everything that is finished."""
+        data = {word: bench.report() for word, bench in self.benches.items()}
+        first, launch = data[FIXED], resolve(self.backend, list(self.variants.values())[-1])
+        told = [as_json(each) for each in data.values()]
+        points = {(p["variant"], p["concurrency"]): p for each in reversed(told) for p in each["points"]}
+        loads = {name: each.loads.get(name, []) for each in data.values() for name in each.variants if name != OFF}
+        verified = {name: self.store[f"verified {name}"] for name in loads if f"verified {name}" in self.store}
+        return Measurements(
+            served=told[0]["served"],
+            environment=told[0]["environment"],
+            driver=next(iter(gpu("driver_version")), None),
+            backend=self.backend.name,
+            deployment=redacted(launch.deployment.model_dump(mode="json", exclude_defaults=True)),
+            command=redacted([Path(w).name if w[:1] == "/" else w for w in launch.command(Path("FOLDER")).argv]),
+            choices=[f"{one.key} = {one.value}: {one.why}" for one in launch.preview(Path("FOLDER")).choices],
+            request=first.request.model_dump(mode="json"),
+            settings={"concurrency": self.settings.concurrency, "minutes": self.seconds / 60, "aiperf_seed": 0},
+            verifications=verified,
+            loads=loads,
+            points=list(points.values()),
+            servers=self.servers.facts,
+            expected=self._expected(),
+            doctor=self.store.get("doctor"),
+            not_tested=[*self.left_out, *self._missing(loads)],
+            minutes=round(self.spent / 60, 1),
+        )
+
+    def _missing(self, loads: Mapping[str, list[LoadRatio]]) -> Iterator[str]:
+        for name, ratios in loads.items():
+            rounds = {each.users: each.rounds for each in ratios}
+            none = [str(users) for users in self.settings.concurrency if users not in rounds]
+            few = [str(users) for users, count in rounds.items() if count < DECIDING]
+            yield from [f"{name} at {', '.join(none)} users"] if none else []
+            yield from [f"{name} at {', '.join(few)} users in {DECIDING} rounds, the fewest that decide"] if few else []
+
+    def _expected(self) -> Expected | None:
+        drafter, target = next(v.drafter for v in self.variants.values() if v.drafter), self.variants[OFF].target
+        survival = recorded_survival(drafter_folder(drafter.model, drafter.revision))
+        rows = [one.acceptance_length for one in drafters_of(target.model) if one.repository == drafter.model]
+        told = [(each.value, f"{each.benchmark}, {each.source}") for row in rows for each in row]
+        told += [] if survival is None else [(1 + sum(survival), "the drafter's provenance.json")]
+        if not told:
+            return None
+        length, source = min(told)
+        return Expected(acceptance_length=length, survival=survival, source=source)
+
+
+def gpu(query: str) -> list[str]:
+    """One value for each GPU; [] where there is none."""
+    try:
+        argv = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def host_mib(pid: int | str = "self") -> int:
+    """Peak memory of all processes that this one started, and of theirs; 0 where the system is not Linux."""
+    own, found = 0, list[str]()
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        own = 0 if pid == "self" else sum(int(kib) for kib in re.findall(r"VmHWM:\s*(\d+)", status)) // 1024
+        found = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return own + sum(map(host_mib, found))

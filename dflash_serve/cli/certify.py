@@ -1,0 +1,99 @@
+"""`dflash-serve certify`: accept a deployment or not. Exit codes: 0 accepted, 1 refused, 3 could not tell.
+
+With `--compare`: 0 = not worse, 1 = worse.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from dflash_serve.backend import EMBEDDED
+from dflash_serve.cli import bench as sweep
+from dflash_serve.cli import options
+from dflash_serve.common.extras import need
+from dflash_serve.common.files import require_writable, write_whole
+from dflash_serve.common.provenance import versions
+from dflash_serve.common.store import resumable
+from dflash_serve.errors import UserError
+from dflash_serve.prompts import BUNDLED, read_prompt_set
+
+Minutes = Annotated[float, Option(help="Time for everything; what does not fit is listed as not tested.", min=1)]
+DatasetName = Annotated[str | None, Option(help=f"{sweep.DATASETS} [default: the bundled prompts]")]
+Compare = Annotated[
+    tuple[Path, Path] | None, Option(metavar="OLD.json NEW.json", help="Compare two certificates; nothing is run.")
+]
+Output = Annotated[Path, Option(help="Folder for the certificate, JSON and HTML, and the working files.")]
+
+
+def certify(
+    context: typer.Context,
+    deployment: options.DeploymentFile = None,
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    backend: options.Backend = EMBEDDED,
+    minutes: Minutes = 15,
+    dataset: DatasetName = None,
+    concurrency: sweep.Concurrency = "1,8,32",
+    max_tokens: sweep.MaxTokens = 128,
+    chat_template_kwargs: options.TemplateKwargs = None,
+    in_turn: sweep.InTurn = None,
+    compare: Compare = None,
+    output: Output = Path("certificate"),
+    resume: options.Resume = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Say in one verdict whether a deployment is lossless and faster, at which loads, and what is wrong."""
+    need("bench", "httpx", "jinja2", "numpy", "prometheus_client", "scipy")
+    from dflash_serve.certify import report
+
+    if compare is not None:
+        worse, lines = report.compare(*map(report.read_certificate, compare))
+        typer.echo("\n".join([*lines, "worse" if worse else "not worse"]))
+        raise typer.Exit(int(worse))
+    if deployment is None and target is None:
+        raise UserError("nothing to certify", where="certify", do="give a deployment.yaml, or --target and --drafter")
+    certificate = _certified({**context.params, **options.engine_arguments(context, backend)})
+    report.write_certificate(certificate, output)
+    typer.echo((output / report.JSON).read_text(encoding="utf-8") if as_json else "\n".join(certificate.lines))
+    if not as_json and not quiet:
+        typer.echo(f"report: {output / report.HTML}")
+    raise typer.Exit(report.EXIT_CODES[certificate.verdict])
+
+
+def _certified(given: dict[str, Any]) -> Any:
+    from dflash_serve.bench.aiperf import find_aiperf
+    from dflash_serve.bench.settings import Settings
+    from dflash_serve.certify.certification import Certification
+    from dflash_serve.certify.report import JSON, conclude
+
+    output: Path = given["output"]
+    fixed: dict[str, Any] = dict.fromkeys(("variant", "endpoint", "baseline", "api_key_file", "tokenizer"))
+    fixed |= dict.fromkeys(("interactivity", "hardware", "devices"))
+    fixed |= {"variants": ("off",), "rounds": 1, "requests_per_user": 1, "min_requests": 4, "temperature": 0.0}
+    fixed |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
+    own = {name: value for name, value in given.items() if name in Settings.model_fields}
+    settings = Settings.model_validate({**own, **fixed})
+    find_aiperf()
+    require_writable(output)
+    if given["dataset"] is None:  # aiperf takes single turns
+        turns = [prompt[0] for prompt in read_prompt_set() if len(prompt) == 1]
+        lines = (json.dumps({"prompt": turn["content"]}) for turn in turns if isinstance(turn, Mapping))
+        write_whole(Path(settings.dataset), "\n".join(lines) + "\n")
+    made_by = {**settings.model_dump(mode="json", exclude={"output"}), "versions": versions()}
+
+    def tell(line: str) -> None:
+        if not given["quiet"]:
+            typer.echo(line, err=True)
+
+    with resumable(output / JSON, made_by, "finished steps", resume=given["resume"]) as store:
+        if not given["resume"]:
+            shutil.rmtree(output / "work", ignore_errors=True)  # a new certification measures everything anew
+        return conclude(Certification(settings, given["minutes"], store, tell).run())

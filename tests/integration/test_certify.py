@@ -1,0 +1,210 @@
+"""`certify` over real sockets at tiny sizes: the verdict names a lossy server, a slow one and a damaged drafter."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from dflash_serve.bench.aiperf import Aiperf, Job
+from dflash_serve.certify import certification
+from dflash_serve.checkpoint.source import record_survival
+from dflash_serve.cli.main import app
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.deployment import Deployment
+from dflash_serve.speculation.params import SamplingParams
+from dflash_torch.engine import EmbeddedEngine
+from tests.support import broken_loops
+from tests.support.bench_sites import instant
+from tests.support.broken_loops import guessing_engine, likely_tokens, sharp_pair
+from tests.support.command_line import call
+from tests.support.embedded import tiny_engine
+from tests.support.serving import running
+
+Folders = tuple[Path, Path]
+pytestmark = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
+PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "jumps over"]
+TOKENS = 24
+GAIN = {"off": 1.0, "fixed-4": 1.5, "auto": 1.6}
+Start = Callable[[], EmbeddedEngine]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return sharp_pair(tmp_path_factory.mktemp("certify"))
+
+
+@pytest.fixture(scope="module")
+def likely(folders: Folders) -> dict[tuple[int, ...], int]:
+    asked: Any = [
+        ([{"role": "user", "content": prompt}], SamplingParams(temperature=0, max_tokens=TOKENS)) for prompt in PROMPTS
+    ]
+    return likely_tokens(folders, asked)
+
+
+class Site:
+    """A deployment of the tiny pair whose servers run in this process, and a load generator that needs no time."""
+
+    def __init__(self, folder: Path, folders: Folders, speculating: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.jobs, self.gain = folder, list[Job](), dict[str, float](GAIN)
+        self.started, self.most = list[str](), 0
+        self.stop_after: int | None = None
+        self.monkeypatch = monkeypatch
+        plain = tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS)
+        alive = 0
+
+        @contextmanager
+        def server(_backend: Any, one: Deployment, place: Path, *, env: Mapping[str, str]) -> Iterator[str]:
+            nonlocal alive
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "server.log").write_text("captured 3 CUDA graphs in 0.1 s\n")
+            self.started.append(str(one.speculation.width))
+            with running(plain if one.speculation.width == "off" else speculating(), queue=64) as served:
+                alive += 1
+                self.most = max(self.most, alive)
+                yield served.url
+            alive -= 1
+
+        measure = instant(self.rate, self.jobs)
+
+        def run(aiperf: Any, job: Job) -> Any:
+            if self.stop_after is not None and len(self.jobs) >= self.stop_after:
+                raise KeyboardInterrupt
+            params = SamplingParams(temperature=0, max_tokens=8)
+            asked = [([{"role": "user", "content": prompt}], params) for prompt in PROMPTS[:2]]
+            list(Endpoint(job.url, concurrency=job.concurrency).complete_all(asked))
+            return measure(aiperf, job)
+
+        monkeypatch.setattr(certification, "running_server", server)
+        monkeypatch.setattr(Aiperf, "run", run)
+        monkeypatch.setattr(certification, "SAMPLES", ())  # greedy decoding alone: `verify` has tests of its own
+        self.file, self.prompts = folder / "deployment.yaml", folder / "prompts.jsonl"
+        self.file.write_text(
+            f"target: {{model: {folders[0]}}}\ndrafter: {{model: {folders[1]}}}\n"
+            "limits: {max_batch_size: 2}\nhardware: {dtype: float32}\n"
+        )
+        self.prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+
+    def rate(self, job: Job) -> float:
+        found = re.match(r"(.*)-c\d+-r(\d)", job.folder.name)
+        assert found is not None
+        return 20.0 * self.gain[found[1]] * (1 + 0.01 * int(found[2]))
+
+    def certify(self, *more: object) -> int:
+        given = ("--concurrency", "1,2", "--max-tokens", TOKENS, "--dataset", self.prompts, "--minutes", 60)
+        return call(self.monkeypatch, "certify", self.file, *given, "--output", self.folder / "out", "--quiet", *more)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "out" / "certificate.json").read_text())
+        return found
+
+
+MakeSite = Callable[..., Site]
+
+
+@pytest.fixture
+def site(
+    tmp_path: Path, folders: Folders, likely: dict[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
+) -> MakeSite:
+    def make(speculating: Start | None = None, pair: Folders = folders) -> Site:
+        return Site(tmp_path, pair, speculating or (lambda: guessing_engine(folders, likely)), monkeypatch)
+
+    return make
+
+
+def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
+    site: MakeSite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = site()
+    assert found.certify() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == found.report["lines"]
+    assert lines[0] == "lossless: fixed 4, auto, greedy only"
+    assert "1.60" in lines[2]
+    assert "accepted; recommended: width auto" in lines[3]
+    assert (found.started, found.most) == (["4", "off", "auto"], 2)
+    assert found.report["servers"]["auto"]["graphs"] == ["captured 3 CUDA graphs in 0.1 s"]
+    assert "acceptance" in found.report["servers"]["fixed 4"]["metrics"]
+    assert "accepted" in (found.folder / "out" / "certificate.html").read_text()
+
+
+def test_one_server_runs_at_a_time_where_they_do_not_fit_together(site: MakeSite) -> None:
+    found = site()
+    assert found.certify("--in-turn") == 0
+    assert found.most == 1
+
+
+def test_a_lossy_server_is_refused_and_its_fault_is_named(
+    site: MakeSite, folders: Folders, likely: dict[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> EmbeddedEngine:
+        engine = guessing_engine(folders, likely)
+        broken_loops.stale_state(engine, monkeypatch)
+        return engine
+
+    found = site(broken)
+    assert found.certify() == 1
+    assert found.report["lines"][0].startswith("not lossless: fixed 4: stale state")
+
+
+def test_a_slow_server_is_refused(site: MakeSite) -> None:
+    found = site()
+    found.gain |= {"fixed-4": 0.7, "auto": 0.8}
+    assert found.certify() == 1
+    assert "0.80" in found.report["lines"][2]
+    assert "refused; recommended: width off" in found.report["lines"][3]
+
+
+SAYS = """
+import json, pathlib, sys
+healthy, output = "--url" in sys.argv, pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+said = "the server is healthy" if healthy else "the checkpoint: rope"
+output.write_text(json.dumps({"verdict": "healthy" if healthy else "fault", "sentences": [said, " ".join(sys.argv)]}))
+sys.exit(0 if healthy else 1)
+"""
+
+
+def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
+    site: MakeSite, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor is a stand-in, whose options must be the real one's: it has tests of its own, and takes a minute."""
+    drafter = tmp_path / "damaged"  # random weights that claim the acceptance of trained ones
+    drafter.mkdir()
+    for file in folders[1].iterdir():
+        (drafter / file.name).write_bytes(file.read_bytes())
+    record_survival(drafter, [0.9, 0.8, 0.7])
+    pair = (folders[0], drafter)
+    monkeypatch.setattr(certification, "DOCTOR", (sys.executable, "-c", SAYS))
+    found = site(lambda: tiny_engine(pair, max_batch_size=broken_loops.SLOTS), pair)
+    assert found.certify() == 1
+    wrong = found.report["lines"][4]
+    assert "acceptance length 1." in wrong
+    assert "3.40 published (the drafter's provenance.json)" in wrong
+    assert "doctor: the server is healthy" in wrong
+    assert "doctor: the checkpoint: rope" in wrong
+    command: Any = typer.main.get_command(app)
+    known = {option for parameter in command.commands["doctor"].params for option in parameter.opts}
+    assert {"--url", "--output"} < set(re.findall(r"--[a-z-]+", wrong)) <= known
+
+
+def test_an_interrupted_certification_goes_on(site: MakeSite) -> None:
+    found = site()
+    found.stop_after = 5
+    assert found.certify() == 130
+    done = [job.folder.name for job in found.jobs]
+    found.stop_after = None
+    assert found.certify() == 2  # an interrupted one is there: --resume, or remove it
+    assert found.certify("--resume") == 0
+    names = [job.folder.parent.parent.name + job.folder.name for job in found.jobs]
+    assert len(names) == len(set(names)) > len(done)
+    assert not (found.folder / "out" / "certificate.json.partial.jsonl").exists()
+    assert found.started[:2] == ["4", "off"]  # verified before the interruption; later runs start what they measure
