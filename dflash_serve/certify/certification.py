@@ -44,8 +44,10 @@ IN_FLIGHT = 16  # Requests in flight while answers are verified
 VERIFY_SHARE = 0.4  # Largest share of a pair's time for its verification
 FEWEST_PROMPTS = 8  # Fewest prompts of a verification, even if they take longer than its share
 SAMPLES = (1024, 512, 256, 128, FEWEST)
-SAMPLED_COST = 4 * 2 * 12
-"""Tokens of time for one sample of every case: 4 cases, 2 sides, 8 tokens and a prompt that costs as much as 4."""
+SAMPLED_COST = 120
+"""Tokens of time for one sample of every case, prompts included: see `verify.questions.SAMPLED`."""
+LONG_SHARE, LONGEST = 0.2, 2048  # Largest share of a verification's time for its long answers, and their most tokens
+LONG_ANSWERS = 4  # Two prompts on two sides
 DOCTOR = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "doctor")
 """The doctor runs in a process of its own, which gives all memory of its models back."""
 DOCTOR_SIZE = ("--num-prompts", "8", "--max-tokens", "32", "--quiet")
@@ -229,7 +231,14 @@ class Certification:
         def subject(variant: str) -> AbstractContextManager[Subject]:
             return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
 
-        pair = SubjectPair(partial(subject, name), partial(subject, OFF), described, plan.dtype)
+        context = self.variants[name].limits.max_model_len  # where it is open, the server is asked
+        pair = SubjectPair(
+            partial(subject, name),
+            partial(subject, OFF),
+            described,
+            plan.dtype,
+            context=lambda: context or Endpoint(self._url(name)).context,
+        )
         run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
         with closing(answers):
             found = run.run().model_dump(mode="json")
@@ -240,12 +249,15 @@ class Certification:
         """The largest verification that takes so many tokens; the least one decides greedy decoding alone."""
         exact, longest = self.variants[OFF].hardware.dtype == "float32", min(128, self.settings.max_tokens)
         each, prompts = 2 * 2 * longest, len(self.prompts)  # 2 cases, 2 sides
-        samples = next((count for count in SAMPLES if each * prompts + count * SAMPLED_COST <= tokens), 0)
+        long = min(LONGEST, int(LONG_SHARE * tokens / LONG_ANSWERS))
+        left = tokens - LONG_ANSWERS * long
+        samples = next((count for count in SAMPLES if each * prompts + count * SAMPLED_COST <= left), 0)
         return VerifyPlan(
-            prompts=prompts if samples else min(prompts, max(FEWEST_PROMPTS, int(tokens / each))),
+            prompts=prompts if samples else min(prompts, max(FEWEST_PROMPTS, int(left / each))),
             prompts_sha256=prompts_digest(self.prompts),
             max_tokens=longest,
             samples=samples,
+            long_tokens=long if long > longest else 0,
             dtype="float32" if exact else "bfloat16",
             same_seeds=exact and self.backend.name == EMBEDDED,
         )

@@ -125,6 +125,8 @@ def conclude(found: Measurements) -> Certificate:
         verdict = REFUSED
     name = OFF if slower else _best_width(found)
     cap, width = _cap(found, name), name.removeprefix("fixed ")
+    of_verify = chain(*(each["findings"]["scope"] for each in found.verifications.values()))
+    untested = dict.fromkeys([*found.not_tested, *of_verify])
     lines = [
         line,
         *(
@@ -134,7 +136,7 @@ def conclude(found: Measurements) -> Certificate:
         ),
         f"{verdict}; recommended: width {width}" + (f", at most {cap} requests at once" if cap else ""),
         f"wrong: {'; '.join(found.wrong) or 'nothing was found'}",
-        f"not tested: {'; '.join(found.not_tested) or 'nothing was left out'}",
+        f"not tested: {'; '.join(untested) or 'nothing was left out'}",
     ]
     told = [point["acceptance"]["survival"] or [] for point in found.points if point["variant"] == found.whole]
     survival = ",".join(f"{share:.4f}" for share in max(told, key=len, default=[]))
@@ -151,8 +153,8 @@ def _lossless(found: Measurements) -> tuple[bool | None, str]:
         return False, f"not lossless: {'; '.join(broken)}"
     lossless = [name for name in found.loads if name in told and told[name]["verdict"] == "lossless"]
     if len(lossless) == len(found.loads):
-        scope = dict.fromkeys(chain(*(each["scope"] for each in told.values())))
-        return True, f"lossless: {', '.join([*lossless, *scope])}"
+        sampled = all(each["sampled"] for each in told.values())
+        return True, f"lossless: {', '.join(lossless)}; {'greedy and sampled' if sampled else 'greedy'}"
     why = {name: [*told[name]["reasons"]] if name in told else ["there was no time"] for name in found.loads}
     open_ = (f"{name}: {'; '.join(reasons[:1])}" for name, reasons in why.items() if name not in lossless)
     return None, f"could not tell whether it is lossless: {'; '.join(open_)}"

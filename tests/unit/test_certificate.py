@@ -37,6 +37,9 @@ def ratios(name: str, spreads: dict[int, Spread], rounds: int) -> list[LoadRatio
     ]
 
 
+TESTED = {"sampled": [{}], "scope": ["min-p 0.5 (HTTP 400)"]}
+
+
 def point(name: str, users: int, rate: float, length: float | None) -> dict[str, Any]:
     accepted = {"acceptance_length": length, "survival": None if length is None else [0.6, 0.3]}
     figures = {"interactivity": rate, "first_token_ms": None, "rounds": 3, "errors": 0, "acceptance": accepted}
@@ -56,7 +59,7 @@ def measured(
     speed = {1: FAST, 8: EVEN} if speed is None else speed
     told = {name: each for name, each in (("fixed 8", fixed), ("auto", auto)) if each is not None}
     verified = {
-        name: {"plan": {}, "findings": {"verdict": verdict, "faults": faults, "reasons": why, "scope": []}}
+        name: {"plan": {}, "findings": {"verdict": verdict, "faults": faults, "reasons": why, **TESTED}}
         for name, (verdict, faults, why) in told.items()
     }
     given: dict[str, Any] = {
@@ -88,14 +91,14 @@ def measured(
 def test_the_six_lines_of_an_accepted_deployment() -> None:
     found = conclude(measured(not_tested=["auto at 32 users"]))
     assert found.lines == [
-        "lossless: fixed 8, auto",
+        "lossless: fixed 8, auto; greedy and sampled",
         "fixed 8 against plain, tokens/s by users: 1.50\N{MULTIPLICATION SIGN} (1.45 to 1.55) at 1: faster; "
         "1.00\N{MULTIPLICATION SIGN} (0.90 to 1.10) at 8: no difference shown",
         "auto against plain, tokens/s by users: 1.50\N{MULTIPLICATION SIGN} (1.45 to 1.55) at 1: faster; "
         "1.00\N{MULTIPLICATION SIGN} (0.90 to 1.10) at 8: no difference shown",
         "accepted; recommended: width auto, at most 8 requests at once",
         "wrong: nothing was found",
-        "not tested: auto at 32 users",
+        "not tested: auto at 32 users; min-p 0.5 (HTTP 400)",
     ]
     assert found.start == {"DFLASH_SERVE_SURVIVAL": "0.6000,0.3000"}
 
