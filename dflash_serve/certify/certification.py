@@ -90,7 +90,8 @@ class Servers:
             seen = {"start_seconds": round(time.monotonic() - start, 1), "gpu_mib": (before[0], gpu("memory.used"))}
             lines = (folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()
             graphs = [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)]
-            self.facts[name] = {**seen, "host_mib": host_mib() - before[1], "graphs": graphs[-1:]}
+            context = Endpoint(url).context
+            self.facts[name] = {**seen, "host_mib": host_mib() - before[1], "graphs": graphs[-1:], "context": context}
             self.rate(url)
         return self.running[name][1]
 
@@ -231,13 +232,12 @@ class Certification:
         def subject(variant: str) -> AbstractContextManager[Subject]:
             return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
 
-        context = self.variants[name].limits.max_model_len  # where it is open, the server is asked
         pair = SubjectPair(
             partial(subject, name),
             partial(subject, OFF),
             described,
             plan.dtype,
-            context=lambda: context or Endpoint(self._url(name)).context,
+            context=lambda: self.servers.facts[name]["context"],
         )
         run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
         with closing(answers):

@@ -25,6 +25,7 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
 
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # What many engines write for a token that is no whole character
 TOP = 5  # Tokens whose log-probabilities are asked for; a near-tie is between the best ones
 
 Piece = str | int
@@ -152,7 +153,12 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
     own = _name(here, agreed, plain, other)
     if own is None or own not in known:
         return "unstable", None
-    gap, exact = _gap(known, own, _name(there, agreed, other) or _name(there or "", agreed, plain))
+    theirs = _name(there, agreed, other) or _name(there or "", agreed, plain)
+    if theirs == own:  # two tokens cannot have one name, unless neither is a whole character
+        if UNREADABLE in own:
+            return "unscored", None
+        theirs = None
+    gap, exact = _gap(known, own, theirs)
     if gap is None:
         return "unscored", None
     if params.penalised:  # engines differ in whether penalties are in what they report

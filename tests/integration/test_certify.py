@@ -128,7 +128,7 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert found.certify() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == found.report["lines"]
-    assert lines[0] == "lossless: fixed 4, auto, greedy only"
+    assert lines[0] == "lossless: fixed 4, auto; greedy"
     assert "1.60" in lines[2]
     assert "accepted; recommended: width auto" in lines[3]
     assert (found.started, found.most) == (["4", "off", "auto"], 2)

@@ -34,7 +34,7 @@ def schema(tiny_folders: tuple[Path, Path]) -> Iterator[Any]:
     engine = tiny_engine(tiny_folders, max_batch_size=8)
     engine.scheduler.capacity = 48  # answers without a limit stay short
     with running(engine, queue=256) as server:
-        document = httpx.get(f"{server.url}/openapi.json").json()
+        document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
         assert "422" not in str(document["paths"])
         for name in ("ChatRequest", "CompletionRequest"):  # or all would end at an unknown model
             document["components"]["schemas"][name]["properties"]["model"]["enum"] = [MODEL]

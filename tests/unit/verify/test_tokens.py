@@ -38,6 +38,15 @@ def test_a_token_that_is_not_among_the_best_is_a_fault_if_they_are_far_enough() 
     assert kind(scored([1, 2, 3], three=-0.7, five=-0.75), other)[0] == "unscored"
 
 
+def test_another_token_under_the_same_name_is_no_near_tie() -> None:
+    """A server that replaces token ids, and not their names, was called lossless."""
+    liar = ScoredAnswer([1, 2, 4], "three", -0.7, {})
+    assert kind(scored([1, 2, 3], three=-0.1, four=-3.0), liar) == ("fault", pytest.approx(2.9))
+    piece = "\N{REPLACEMENT CHARACTER}"  # also the name of many tokens that differ
+    plain = ScoredAnswer([1, 2, 3], piece, -0.1, {"four": -3.0})
+    assert kind(plain, ScoredAnswer([1, 2, 4], piece, -0.1, {}))[0] == "unscored"
+
+
 def test_a_side_that_cannot_say_it_again_is_not_guessed_at() -> None:
     plain = scored([1, 2, 3], three=-0.7, four=-0.71)
     assert kind(None, scored([1, 2, 4]))[0] == "unscored"
