@@ -5,6 +5,9 @@ Sampling under speculation reads its temperatures from memory that nobody wrote:
 other type; the kernel fills the copy. Temperatures above 0 then give gibberish, and `top_k` ends the engine. vLLM calls
 `install` in each of its processes; the first use of the function decides whether it is repaired.
 
+Top-k, too: `apply_top_k_only` (`vllm/v1/sample/ops/topk_topp_sampler.py`, on CPUs only) takes the largest k of no rows and
+ends the engine where a step of sampled requests has no drafted token.
+
 And waiting: the process that schedules polls while the one that computes is at work (`sched_yield` in
 `vllm/distributed/device_communicators/shm_broadcast.py`), which on a machine of two cores takes one of them.
 """
@@ -35,6 +38,8 @@ def install() -> None:
         return expand(x, cu_num_tokens, num_tokens, *replace, **named)
 
     rejection_sampler.expand_batch_to_tokens = decide
+    top_k_top_p = rejection_sampler.apply_top_k_top_p
+    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: top_k_top_p(logits, k, p) if len(logits) else logits
 
 
 def _sleep_while_waiting() -> None:
