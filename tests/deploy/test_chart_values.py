@@ -43,11 +43,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"models.claim": "weights"}, 'models.claim: "weights" and kind emptyDir do not go together'),
     ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
     (DGX, {"models.accessMode": "ReadWriteOnce"}, "models.accessMode: ReadWriteOnce serves one node, .* 8 pods"),
-    (
-        TWO,
-        {"models.accessMode": "ReadWriteOnce", "tests.acceptance.atLeast": 0},
-        "models.accessMode: ReadWriteOnce .* 2 pods",
-    ),
+    (TWO, {"models.accessMode": "ReadWriteOnce", "replicas": 1}, "models.accessMode: ReadWriteOnce .* 2 pods"),
     ("sglang", {"cache.path": "/raid/cache"}, 'cache.path: "/raid/cache" and kind emptyDir do not go together'),
     ("sglang", {"cache.kind": "models"}, "cache.kind: models of kind emptyDir keep nothing"),
     (
@@ -85,7 +81,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"env": [{"name": "HF_TOKEN", "value": "x"}]}, "env: HF_TOKEN is a secret"),
     ("sglang", {"env": [{"name": "TOKEN", "value": "hf_abcdefgh"}]}, "env: TOKEN is a secret"),
     ("sglang", {"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels: .* selects the pods of the Service"),
-    (DGX, {"tests.acceptance.atLeast": 0}, "tests.acceptance.atLeast: needs one replica"),
+    (DGX, {"tests.acceptance.atLeast": 2}, "tests.acceptance.atLeast: needs one replica"),
     ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: none"),
 ]
 OF_OLD_KUBERNETES = [
