@@ -5,7 +5,7 @@ Sampling under speculation reads its temperatures from memory that nobody wrote:
 other type; the kernel fills the copy. Temperatures above 0 then give gibberish, and `top_k` ends the engine. vLLM calls
 `install` in each of its processes; the first use of the function decides whether it is repaired.
 
-Top-k, too: `apply_top_k_only` (`vllm/v1/sample/ops/topk_topp_sampler.py`, on CPUs only) takes the largest k of no rows and
+Top-k, too: `apply_top_k_only` (`vllm/v1/sample/ops/topk_topp_sampler.py`, CPUs only) takes the largest k of no rows and
 ends the engine where a step of sampled requests has no drafted token.
 
 And waiting: the process that schedules polls while the one that computes is at work (`sched_yield` in
