@@ -67,9 +67,12 @@ RESULTS = Results()  # those of this process: a scheduler has one worker
 
 
 class SpeculationMetrics:
-    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time."""
+    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time.
 
-    def __init__(self, model_name: str) -> None:
+    Those of whole blocks stand at 0 from the start: where drafts never pay, a dashboard shows 0 and not that data lack.
+    """
+
+    def __init__(self, model_name: str, block_size: int) -> None:
         from prometheus_client import Counter, Histogram
 
         def counter(name: str, about: str, label: str) -> Callable[[int], Any]:  # looking a label up is slow
@@ -79,6 +82,10 @@ class SpeculationMetrics:
         self._offered = counter(OFFERED, "Drafted tokens that were verified, by slot of the block.", "slot")
         self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
         self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
+        for slot in range(1, block_size):
+            self._offered(slot)
+            self._accepted(slot)
+        self._steps(block_size)
         about = "Time of one drafter pass over a batch."
         self.drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS).labels(model_name)
 
@@ -104,7 +111,7 @@ def watch(worker: Any) -> None:
     settings = resolving_view(worker.server_args)
     if not settings.enable_metrics or get_parallel().tp_rank != 0:
         return
-    metrics = SpeculationMetrics(settings.served_model_name)
+    metrics = SpeculationMetrics(settings.served_model_name, int(settings.speculative_num_draft_tokens or 1))
     RESULTS.listeners.append(metrics.verified)
     runner, report = worker.draft_model_runner, metrics.drafting.observe
     on_gpu = str(worker.device).startswith("cuda")

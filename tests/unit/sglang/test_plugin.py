@@ -172,12 +172,14 @@ def test_a_result_has_the_requests_that_sglang_counts_and_a_time_where_the_step_
 
 def test_metrics_count_every_slot_of_every_request() -> None:
     prometheus = pytest.importorskip("prometheus_client")
-    SpeculationMetrics("m").verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]))
+    metrics = SpeculationMetrics("m", 4)
 
     def read(name: str, label: str, *values: int) -> list[float]:
         of = prometheus.REGISTRY.get_sample_value
         return [of(f"dflash_serve:{name}_total", {"model_name": "m", label: str(value)}) for value in values]
 
+    assert read("steps", "width", 4) + read("slots_offered", "slot", 1, 2, 3) == [0] * 4, "0 before the first step"
+    metrics.verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]))
     assert read("steps", "width", 4) == [3]
     assert read("slots_offered", "slot", 1, 2, 3) == [3, 3, 3]
     assert read("slots_accepted", "slot", 1, 2, 3) == [2, 1, 1]
