@@ -34,6 +34,7 @@ LACKING = {
     "doctor": ("prove", ("doctor", *HERE)),
     "top": ("prove", ("top", "http://127.0.0.1:9", "--once")),
     "bench": ("bench", ("bench", *HERE)),
+    "certify": ("bench", ("certify", *HERE)),
     "plan": ("plan", ("plan", *HERE, "--gpu", "b200")),
     "build": ("engines", ("build", "qwen3-8b-b200")),
     "deploy": ("torch", ("deploy", "{published}", "--backend", "sglang", "--render", "helm")),
