@@ -335,5 +335,5 @@ def test_the_bundled_pair_is_lossless(command: Command) -> None:
         target_folder("smollm2")
     except UserError as error:
         pytest.skip(str(error))
-    assert command("--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0) == 0
+    assert command("--width", 8, "--num-prompts", 2, "--max-tokens", 32, "--samples", 0, "--long-tokens", 96) == 0
     assert (command.report().findings.acceptance_length or 0) > 1.2
