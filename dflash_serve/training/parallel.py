@@ -13,11 +13,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from time import sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+LAST_THREADS = 0.2
+"""Seconds for gloo's threads to let go of the group. One process in about fifty was aborted at its exit without them."""
 PATIENCE = timedelta(hours=6)
 """Longest wait of a process for another: the first one validates alone, and answers end at different times."""
 
@@ -100,4 +103,5 @@ def joined_processes(device: torch.device) -> Iterator[tuple[Processes, torch.de
     try:
         yield processes, device
     finally:
+        sleep(LAST_THREADS)
         dist.destroy_process_group()
