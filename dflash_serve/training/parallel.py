@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LAST_THREADS = 0.2
-"""Seconds for gloo's threads to let go of the group. One process in about fifty was aborted at its exit without them."""
+"""Seconds for gloo's threads to let go of the group: one process in about fifty was aborted at its exit without."""
 PATIENCE = timedelta(hours=6)
 """Longest wait of a process for another: the first one validates alone, and answers end at different times."""
 
