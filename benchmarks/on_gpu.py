@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the steps of a lease depend on."""
+    """Settings of the steps of a lease."""
 
     seconds: float
     output: Path

@@ -39,7 +39,7 @@ def in_turns(streams: Mapping[str, Stream], seed: int, chunks: int | None = None
     """Runs streams by a chunk of each in turn, `chunks` times or to their ends.
 
     The order changes with every turn, so that no way always runs after the one whose steps empty the caches. On a GPU a
-    way runs all its chunks in one turn and waits for the device, which may still work at a step that nobody has read.
+    way runs all its chunks in one turn, then waits for the device: it may still run a step whose result is not read.
     """
     on_gpu = torch.cuda.is_available()
     tokens, seconds, running = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0), list(streams)

@@ -235,7 +235,7 @@ def _speculation_choices(plan: VLLMPlan) -> Iterator[Choice]:
 
 
 def _width(plan: VLLMPlan) -> str:
-    """Who decides, and why."""
+    """The part that chooses the width, and the reason."""
     if plan.widths != (plan.block_size,) and plan.schedule() is not None:
         return "a schedule computed from the costs and the survival that were given"
     trims = "vLLM's adaptive verification trims drafted blocks"

@@ -28,6 +28,7 @@ from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
 from dflash_serve.common.documents import read_json
+from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -83,11 +84,14 @@ class Servers:
         if name not in self.running:
             if name != OFF or not self.together:
                 self.stop(but=OFF if self.together else None)
-            stack, folder, before = ExitStack(), self.folder / slug(name), (gpu("memory.used"), host_mib())
+            stack, folder, before = ExitStack(), self.folder / slug(name), (query_gpus("memory.used"), host_mib())
             env, start = self.env, time.monotonic()
             url = stack.enter_context(running_server(self.backend, deployment, folder, env=env))
             self.running[name] = stack, url
-            seen = {"start_seconds": round(time.monotonic() - start, 1), "gpu_mib": (before[0], gpu("memory.used"))}
+            seen = {
+                "start_seconds": round(time.monotonic() - start, 1),
+                "gpu_mib": (before[0], query_gpus("memory.used")),
+            }
             lines = (folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()
             graphs = [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)]
             context = Endpoint(url).context
@@ -304,7 +308,7 @@ class Certification:
         return Measurements(
             served=told[0]["served"],
             environment=told[0]["environment"],
-            driver=next(iter(gpu("driver_version")), None),
+            driver=next(iter(query_gpus("driver_version")), None),
             backend=self.backend.name,
             deployment=redacted(launch.deployment.model_dump(mode="json", exclude_defaults=True)),
             command=redacted([Path(w).name if w[:1] == "/" else w for w in launch.command(Path("FOLDER")).argv]),
@@ -339,15 +343,6 @@ class Certification:
             return None
         length, source = min(told)
         return Expected(acceptance_length=length, survival=survival, source=source)
-
-
-def gpu(query: str) -> list[str]:
-    """One value for each GPU; [] where there is none."""
-    try:
-        argv = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
-        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()  # noqa: S603
-    except (OSError, subprocess.CalledProcessError):
-        return []
 
 
 def host_mib(pid: int | str = "self") -> int:

@@ -69,8 +69,14 @@ def commit() -> str | None:
 
 def local_hardware() -> str:
     """Number and name of the GPUs, or of the processor's cores."""
-    gpus = [line.strip() for line in _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()]
+    gpus = query_gpus("name")
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{os.cpu_count()} cores of {processor()}"
+
+
+def query_gpus(field: str) -> list[str]:
+    """A field of nvidia-smi for each GPU, without its unit; [] where there is none."""
+    told = _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    return [line.strip() for line in told.splitlines()]
 
 
 def processor() -> str:

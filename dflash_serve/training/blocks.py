@@ -52,7 +52,7 @@ class Blocks:
     valid: Tensor
 
     def to(self, device: torch.device) -> Blocks:
-        """The same blocks with all tensors but `valid` on a device."""
+        """A copy whose tensors are on a device, except `valid`, which stays on the CPU."""
         moved = {name: getattr(self, name).to(device) for name in ("anchors", "anchor_ids", "positions", "targets")}
         return replace(self, **moved)
 

@@ -1,4 +1,4 @@
-"""What a run will take, before it begins: sizes, disk, and the memory of a step, counted on tensors without data.
+"""Sizes, disk space and memory that a run will need. The memory of a step is counted on tensors without data.
 
 Nothing of the target is fetched but its configuration. The step is the trainer's own, on PyTorch's `meta` device: its
 tensors have shapes and no values, so a target of any size is tried on any machine.

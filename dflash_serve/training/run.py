@@ -326,7 +326,7 @@ def _until_stopped(trainer: Trainer, console: Console) -> Iterator[None]:
 
 
 def time_left(first: Tick, last: Tick) -> str:
-    """How long the rest of a run takes, without validations, by the steps after `first`, which may have compiled."""
+    """A line with the time that is left, without validations. `first` itself is not timed: it may compile."""
     steps, seconds = last.step - first.step, last.seconds - first.seconds
     rest = (1 - last.progress) / max(1e-12, last.progress - first.progress)
     minutes = round(rest * seconds / 60)
@@ -350,14 +350,13 @@ class Display:
         self.task = self.bar.add_task("training", total=1.0)
         self.pending: list[Tick] = []
         self.since = since
-        self.ticks: list[Tick] = []  # the first ones, by which the time left is told
+        self.first: Tick | None = None
 
     def __call__(self, tick: Tick) -> None:
         self.pending.append(tick)
-        if len(self.ticks) <= TIMED_STEPS:
-            self.ticks.append(tick)
-            if len(self.ticks) == TIMED_STEPS + 1:
-                self.console.print(time_left(self.ticks[0], tick))
+        self.first = self.first or tick
+        if tick.step - self.first.step == TIMED_STEPS:
+            self.console.print(time_left(self.first, tick))
         self.bar.update(self.task, completed=min(1.0, tick.progress))
         if tick.step % self.every == 0 or tick.scores is not None:
             self._report(tick)

@@ -25,7 +25,7 @@ WRONG = 7  # Seeds of `seeds_in_turns`; its square: every so many answers of `cr
 
 @dataclass
 class CheatingServer:
-    """What a cheat knows; `cheat` is what it does with a request."""
+    """A server that cheats: `cheat` is the function that changes the answer to a request."""
 
     engine: EmbeddedEngine
     known: dict[str, Body] = field(default_factory=dict)  # Answers by path and request

@@ -1,4 +1,4 @@
-"""What `train --dry-run` tells is what a run takes; nothing of the target but its configuration is read."""
+"""`train --dry-run` reports the memory of a real step, and reads only the configuration of the target."""
 
 from __future__ import annotations
 
