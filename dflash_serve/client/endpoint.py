@@ -1,8 +1,9 @@
 """A client of any OpenAI-compatible server (ours, SGLang, trtllm-serve, vLLM) that returns tokens if the server can.
 
-vLLM and SGLang return token ids for `return_token_ids`; older releases ignore it. TensorRT-LLM refuses unknown fields,
-and returns ids with `detokenize: false`. All return the tokens' texts with log-probabilities. The first request to each
-path tries these ways in turn and keeps the first that works. Missing fields of replies are tolerated.
+vLLM and SGLang return the token ids of prompt and answer for `return_token_ids`; older releases ignore it. TensorRT-LLM
+refuses unknown fields, and returns ids with `detokenize: false`. All return the tokens' texts with log-probabilities.
+The first request to each path tries these ways in turn and keeps the first that works. Missing fields of replies are
+tolerated.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Reply:
     completion_tokens: int | None = None
     finish_reason: str | None = None
     choices: tuple[Reply, ...] = ()  # All choices of a request with n > 1, this one first
+    prompt_ids: tuple[int, ...] | None = None  # Token ids of the prompt, as the chat template made it
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
@@ -245,20 +247,27 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _reply(body: Mapping[str, Any]) -> Reply:
     # Raises KeyError, IndexError, TypeError or ValueError for a body that is not a completion.
-    found = [_choice(choice, (body.get("usage") or {}).get("completion_tokens")) for choice in body["choices"]]
+    # vLLM has the prompt's ids beside the choices of a chat and within those of a completion, SGLang always within
+    choices, common = body["choices"], {"prompt_token_ids": body.get("prompt_token_ids")}
+    completion_tokens = (body.get("usage") or {}).get("completion_tokens")
+    found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
     return found[0] if len(found) == 1 else replace(found[0], choices=tuple(found))
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:
     text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
-    ids = choice.get("token_ids")
     return Reply(
         text=text or "",
-        token_ids=None if ids is None else tuple(int(token) for token in ids),
+        token_ids=_ids(choice.get("token_ids", choice.get("response_token_ids"))),  # the latter in SGLang's chats
         logprobs=_logprobs(choice.get("logprobs")),
         completion_tokens=completion_tokens,
         finish_reason=choice.get("finish_reason"),
+        prompt_ids=_ids(choice.get("prompt_token_ids")),
     )
+
+
+def _ids(given: Sequence[Any] | None) -> tuple[int, ...] | None:
+    return None if given is None else tuple(int(token) for token in given)
 
 
 def _logprobs(given: Mapping[str, Any] | None) -> tuple[ScoredToken, ...] | None:

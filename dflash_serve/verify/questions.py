@@ -59,6 +59,7 @@ class Known(NamedTuple):
 
     text: str
     pieces: Sequence[str | int]
+    prompt_ids: Sequence[int] | None = None  # Given where streamed chats have no token ids: completions have them
 
 
 GREEDY = (
@@ -188,7 +189,9 @@ def questions(
 
     chosen = prompts[: plan.prompts]
     few = list(zip(chosen, known, strict=False))[:FEW_PROMPTS]
-    if case in GREEDY or case in (STREAMED, LOGPROBS):
+    if case is STREAMED:
+        return [question(list(one.prompt_ids) if one.prompt_ids else prompt, plan.max_tokens) for prompt, one in few]
+    if case in GREEDY or case is LOGPROBS:
         return [question(prompt, plan.max_tokens) for prompt in (chosen if case in GREEDY else chosen[:FEW_PROMPTS])]
     if case is SEEDED:
         return [question(prompt, min(SEEDED_TOKENS, plan.max_tokens), seed) for seed, prompt in enumerate(chosen)]

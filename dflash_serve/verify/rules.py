@@ -53,6 +53,7 @@ class Answer(NamedTuple):
     finish_reason: str | None = None
     choices: int = 1
     logprobs: list[float] | None = None  # One for each piece, where the request asks for them
+    prompt_ids: list[int] | None = None  # Token ids of the prompt, where the server tells them
 
     @classmethod
     def of(cls, reply: Reply) -> Answer:
@@ -64,6 +65,7 @@ class Answer(NamedTuple):
             reply.finish_reason,
             len(choices),
             None if reply.logprobs is None else [one.logprob for one in reply.logprobs],
+            None if reply.prompt_ids is None else list(reply.prompt_ids),
         )
 
     @property

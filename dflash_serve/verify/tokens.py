@@ -4,6 +4,8 @@ A verification passes a block of rows through the target and plain decoding pass
 order and every log-probability carries noise. If the two best tokens are closer together than that noise, either may be
 chosen: a near-tie. Any other difference is a fault. The plain side is asked for the log-probabilities at the first
 differing position, after the tokens on which both sides agree; the gap is log p(plain's token) - log p(the other's).
+Where a server tells the prompt's token ids, prompt and agreed tokens are the prompt of that question. Otherwise the
+whole question is asked again, and with rounding that depends on the batch a side may not repeat its own answer.
 
 The bound (`questions.NOISE`) is not taken from the two sides that are compared, because a fault would widen its own
 bound. It was measured with SmolLM2-135M on the embedded engine, blocks of 8 rows against single rows on a CPU with AMX,
@@ -31,7 +33,7 @@ TOP = 5  # Tokens whose log-probabilities are asked for; a near-tie is between t
 Piece = str | int
 Pieces = Sequence[Piece]
 Kind = Literal["near-tie", "fault", "unstable", "unscored"]
-"""unstable: the plain side does not repeat its own answer up to there; unscored: the engine reports no gap."""
+"""unstable: the plain side does not repeat its own answer there; unscored: the engine reports no gap."""
 
 
 class Difference(Frozen):
@@ -68,14 +70,16 @@ class ScoredAnswer:
     token: str  # The text of the token at the position
     logprob: float
     top: dict[str, float]
+    spelt: str | None = None  # The other side's token at the position, as this side spells it
 
     @classmethod
-    def of(cls, reply: Reply, position: int) -> ScoredAnswer | None:
-        """The score at a position; None if the engine gave none."""
+    def of(cls, reply: Reply, position: int, agreed: Pieces = ()) -> ScoredAnswer | None:
+        """The score at a position of an answer whose first tokens, `agreed`, were in the prompt; None: it has none."""
+        position -= len(agreed)
         if reply.logprobs is None or len(reply.logprobs) <= position:
             return None
         there = reply.logprobs[position]
-        return cls(list(reply.pieces), there.text, there.logprob, dict(there.top))
+        return cls([*agreed, *reply.pieces], there.text, there.logprob, dict(there.top))
 
     def says(self, piece: Piece | None, agreed: Pieces) -> bool:
         """True if that piece follows the agreed ones; an end (None) stands for this token."""
@@ -151,9 +155,9 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
     here, there = ([*answer, None][position] for answer in (pair.plain, pair.other))
     known = {**plain.top, plain.token: plain.logprob}
     own = _name(here, agreed, plain, other)
-    if own is None or own not in known:
-        return "unstable", None
-    theirs = _name(there, agreed, other) or _name(there or "", agreed, plain)
+    if own is None or own not in known:  # a side that gives both tokens after the same ones shows that rounding decides
+        return ("near-tie" if there is not None and plain.says(there, agreed) else "unstable"), None
+    theirs = plain.spelt or _name(there, agreed, other) or _name(there or "", agreed, plain)
     if theirs == own:  # two tokens cannot have one name, unless neither is a whole character
         if UNREADABLE in own:
             return "unscored", None

@@ -6,8 +6,9 @@ can run them one after the other. Every answer is kept in a store, so a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import count, takewhile
 from operator import itemgetter
@@ -17,7 +18,7 @@ from dflash_serve.backend import Prompt
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.params import MAX_LOGIT_BIAS, SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import (
@@ -28,6 +29,7 @@ from dflash_serve.verify.questions import (
     REPEATED,
     SAMPLED,
     SEEDED,
+    STREAMED,
     STRIDE,
     WITH,
     WITHOUT,
@@ -41,11 +43,13 @@ from dflash_serve.verify.questions import (
 from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.rules import SEED, Answer, Asked, RuleCheck, check_rules
 from dflash_serve.verify.subjects import Subject, SubjectPair
-from dflash_serve.verify.tokens import TOP, AnswerPair, ScoredAnswer, TokenComparison, compare_tokens
+from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, compare_tokens
 
 UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers: the unit of their pieces, and counts
+CHAT_STREAMS = "chat streams ids"  # Name in the store; false: streamed questions are completions of token ids
 PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
 CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
+Place = tuple[Case, int, int]  # A case, the index of its question, a position in the answers
 Wanted = tuple[Case, int | None, Question]  # A case, the index of its question (None: a try), and the question
 Progress = Callable[[str, int], None]
 """Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
@@ -125,7 +129,9 @@ class Verification:
     def _questions(self, side: str, case: Case) -> list[Question]:
         (greedy, *_), context = self.plan.greedy_cases, self.context
         known = [] if case in GREEDY or greedy.name in self.refused else self._answers(WITHOUT, greedy)
-        return questions(self.plan, self.prompts, case, side, [Known(one.text, one.pieces) for one in known], context)
+        in_chat = self.store.get(CHAT_STREAMS, True)
+        answers = [Known(one.text, one.pieces, None if in_chat else one.prompt_ids) for one in known]
+        return questions(self.plan, self.prompts, case, side, answers, context)
 
     def _ask(self, subject: Subject, side: str, cases: Sequence[Case]) -> None:
         """Asks what is not answered. A refusal ends its case.
@@ -141,8 +147,14 @@ class Verification:
             if not asked:
                 self.refused.setdefault(case.name, "its questions need token ids and greedy answers")
             if missing and case.name not in self.refused:
-                short = missing[0][2].params.model_copy(update={"max_tokens": max(1, case.params.min_tokens)})
-                self._answer(subject, side, [(case, None, missing[0][2]._replace(params=short))])
+                self._try(subject, side, case, missing[0][2])
+            if case is STREAMED and case.name in self.refused and side == WITHOUT and missing:
+                # SGLang 0.5.23 streams token ids in completions only
+                del self.refused[case.name]
+                self.store.put(CHAT_STREAMS, False)
+                asked = self._questions(side, case)
+                missing = [(case, n, one) for n, one in enumerate(asked)]
+                self._try(subject, side, case, asked[0])
             if case.name not in self.refused:
                 todo.append((case, [*missing]))
         # The long answers begin first, the others of a case are spread over the whole run.
@@ -150,6 +162,11 @@ class Verification:
         if not self._answer(subject, side, [one for _, one in sorted(ranked, key=itemgetter(0))]):
             for case, each in todo:  # one was refused, and nothing says which
                 self._answer(subject, side, [one for one in each if _key(side, case, one[1]) not in self.store])
+
+    def _try(self, subject: Subject, side: str, case: Case, question: Question) -> None:
+        """Asks for a short answer; a refusal ends the case."""
+        short = question.params.model_copy(update={"max_tokens": max(1, case.params.min_tokens)})
+        self._answer(subject, side, [(case, None, question._replace(params=short))])
 
     def _answer(self, subject: Subject, side: str, wanted: Sequence[Wanted]) -> bool:
         """Keeps the answers, except to tries (index None). False if one is refused, which ends a case that is alone."""
@@ -231,7 +248,7 @@ class Verification:
             repeats_with=repeats(other),
         )
 
-    def _parted(self) -> Iterator[tuple[Case, int, int]]:
+    def _parted(self) -> Iterator[Place]:
         # (greedy case, prompt, first differing position) of all answers that differ
         for case in (*self.plan.greedy_cases, *self.plan.exact_cases):
             pairs = [] if case.name in self.refused else self._pairs(case)
@@ -240,16 +257,47 @@ class Verification:
     def _ask_again(self, subject: Subject, side: str) -> None:
         """Asks for answers that differ again, with log-probabilities and the end-of-sequence token as a token."""
         missing = [one for one in self._parted() if _again(side, *one[:2]) not in self.store]
-        asked = []
-        for case, index, position in missing:
-            prompt, params, _ = self._questions(WITHOUT, case)[index]
-            changes = {"max_tokens": position + 1, "min_tokens": min(params.min_tokens, position + 1)}
-            asked.append(Question(prompt, params.model_copy(update={**changes, "ignore_eos": True})))
+        asked = [self._scoring(*one) for one in missing]
+        scores = dict[int, ScoredAnswer | None]()
         with suppress(RefusedError):
-            for number, reply in subject.answers(asked, top_logprobs=TOP) if asked else ():
-                case, index, position = missing[number]
-                scored = ScoredAnswer.of(reply, position)
-                self.store.put(_again(side, case, index), None if scored is None else vars(scored))
+            for n, reply in subject.answers([one for one, _ in asked], top_logprobs=TOP) if asked else ():
+                scores[n] = ScoredAnswer.of(reply, missing[n][2], asked[n][1] or ())
+        if side == WITHOUT:
+            self._spell(
+                subject, {n: missing[n] for n, score in scores.items() if score and asked[n][1] is not None}, scores
+            )
+        for n, score in scores.items():
+            self.store.put(_again(side, *missing[n][:2]), None if score is None else vars(score))
+
+    def _scoring(self, case: Case, index: int, position: int) -> tuple[Question, list[Piece] | None]:
+        """The question for the token at a position, and the tokens of the answer in its prompt; None: it has none, and
+        the whole answer is asked for.
+        """
+        prompt, params, _ = self._questions(WITHOUT, case)[index]
+        answer, before = self._answers(WITHOUT, case)[index], None
+        if answer.prompt_ids is not None and not params.penalised:  # penalties count the tokens of the answer alone
+            before = answer.pieces[:position]
+            prompt = [*answer.prompt_ids, *(piece for piece in before if isinstance(piece, int))]
+        tokens = position + 1 - len(before or ())
+        least = min(tokens, max(0, params.min_tokens - len(before or ())))
+        changes = {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
+        return Question(prompt, params.model_copy(update=changes)), before
+
+    def _spell(self, plain: Subject, places: Mapping[int, Place], scores: dict[int, ScoredAnswer | None]) -> None:
+        """Has the plain side spell the other side's token of each place: a bias makes it the next one."""
+        wanted = list[tuple[int, int, Question]]()
+        for n, (case, index, position) in places.items():
+            token = next(iter(self._answers(WITH, case)[index].pieces[position:]), None)
+            if isinstance(token, int):
+                question = self._scoring(case, index, position)[0]
+                changes = {"logit_bias": {token: MAX_LOGIT_BIAS}, "min_tokens": 0, "stop_token_ids": ()}
+                wanted.append((n, token, question._replace(params=question.params.model_copy(update=changes))))
+        with suppress(RefusedError):
+            for which, reply in plain.answers([one[2] for one in wanted], top_logprobs=1) if wanted else ():
+                n, token, _ = wanted[which]
+                score = scores[n]
+                if score and reply.logprobs and reply.pieces[:1] == (token,):
+                    scores[n] = replace(score, spelt=reply.logprobs[0].text)
 
     def _continue(self, plain: Subject) -> None:
         """Asks the plain side to go on from each place of the long answers behind their first difference."""

@@ -139,6 +139,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     token_ids: list[int] | None = None  # None without `return_token_ids`
+    prompt_token_ids: list[int] | None = None  # As with SGLang; not in streams
 
 
 class CompletionChoice(BaseModel):
@@ -149,6 +150,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Envelope(BaseModel):
@@ -286,6 +288,9 @@ class Formatter(ABC):
         """The response without a stream; its answers have ended."""
         chunks = [answer.whole() for answer in answers]
         choices = [self._choice(chunk, *self._said(chunk), whole=True) for chunk in chunks]
+        for choice, answer in zip(choices, answers, strict=True) if self.body.return_token_ids else ():
+            request = answer.request
+            choice["prompt_token_ids"] = None if request is None else request.token_ids[: request.prompt_length]
         return self._envelope(self.object, choices, answers)
 
     def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:

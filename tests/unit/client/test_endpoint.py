@@ -51,6 +51,19 @@ def test_token_ids_are_taken_where_a_server_gives_them() -> None:
     assert (asked[0]["return_token_ids"], asked[0]["model"]) == (True, "the-model")
 
 
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {"choices": [{"message": {"content": "a"}, "response_token_ids": [5], "prompt_token_ids": [1, 2]}]},  # SGLang
+        {"choices": [{"message": {"content": "a"}, "token_ids": [5]}], "prompt_token_ids": [1, 2]},  # vLLM
+    ],
+)
+def test_every_engines_names_of_token_ids_in_chats_are_known(chat: dict[str, Any]) -> None:
+    with server(lambda _: (200, chat)) as (url, _):
+        answer = Endpoint(url).complete(HELLO, GREEDY)
+    assert (answer.token_ids, answer.prompt_ids) == ((5,), (1, 2))
+
+
 def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
     def answer(body: dict[str, Any]) -> Reply:
         if not body.get("stream"):

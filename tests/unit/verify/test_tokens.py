@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_a_plain_side_that_flips_by_itself_still_gives_the_gap() -> None:
     assert kind(flipped, scored([1, 2, 3]))[0] == "near-tie"
 
 
+def test_a_plain_side_that_now_gives_the_other_token_shows_that_rounding_decides() -> None:
+    assert kind(scored([1, 2, 4], four=-0.7), None) == ("near-tie", None)
+    assert kind(scored([1, 2, 0], **{"<end>": -0.7}), None) == ("unstable", None)
+
+
+def test_the_plain_side_spells_a_token_that_the_other_one_does_not_repeat() -> None:
+    plain, other = scored([1, 2, 3], three=-0.7, five=-0.75, four=-0.78), scored([1, 2, 3])
+    assert kind(plain, other)[0] == "unscored"
+    assert kind(replace(plain, spelt="four"), other) == ("near-tie", pytest.approx(0.08))
+    assert kind(replace(plain, spelt="six"), other)[0] == "unscored"  # not among the best, which are close
+    liar = ScoredAnswer([1, 2, 4], "five", -0.7, {})
+    far = scored([1, 2, 3], three=-0.1, five=-0.15, four=-3.0)
+    assert kind(far, liar)[0] == "near-tie"
+    assert kind(replace(far, spelt="four"), liar) == ("fault", pytest.approx(2.9))
+
+
 def test_an_end_is_a_token_like_any_other() -> None:
     plain, other = scored([1, 2, 3], three=-0.7, **{"<end>": -0.72}), scored([1, 2, 0])
     found: tuple[Kind, Any] = classify(AnswerPair([1, 2, 3], [1, 2], plain, other), 2, params=GREEDY, noise=0.1)
@@ -84,4 +101,5 @@ def test_a_score_is_read_at_the_position_in_question_and_survives_the_store() ->
     assert found is not None
     assert ScoredAnswer(**json.loads(json.dumps(vars(found)))) == found
     assert ScoredAnswer.of(answer, 2) is None
+    assert ScoredAnswer.of(answer, 3, [5, 6]) == ScoredAnswer([5, 6, 7, 8], "b", -2.0, {"c": -3.0})
     assert ScoredAnswer.of(Reply("ab"), 0) is None
