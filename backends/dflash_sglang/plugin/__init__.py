@@ -19,7 +19,7 @@ from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
 from dflash_sglang.launch_plan import DFLASH
 
-from .refusals import StrictLoad, draft_problems, guarded
+from .refusals import StrictLoad, draft_problems, guarded, with_min_p
 from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ RESULT = (
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 MAMBA = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch.selective_state_update"
+TARGET_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -120,6 +121,7 @@ def ours(theirs: type, server_args: Any) -> type:
             LOAD_WEIGHTS: strict,
             RESULT: RESULTS.on_result,
             QUEUE: guarded,
+            TARGET_PROBS: with_min_p,
             BUILD_WORKER: built,
         }
     )

@@ -5,6 +5,7 @@
 * Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
   (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
 * Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
+* `min_p`: SGLang samples speculative steps without it. `with_min_p` applies it, but not to drafts that are drawn.
 """
 
 from __future__ import annotations
@@ -172,19 +173,26 @@ SAMPLED = (
     "answer greedily without saying so; send temperature 0, or serve without speculation"
 )
 
+MIN_P = (
+    "dflash-serve: SGLang samples without min_p where the drafter's head draws its drafts (DFlash2); leave it out, or "
+    "serve without speculation"
+)
+
 
 def penalties_of(params: Any) -> list[str]:
     """Names of the parameters that depend on the generated tokens and are not neutral."""
     return [name for name, neutral in NEUTRAL.items() if getattr(params, name) != neutral]
 
 
-def refusal(params: Any, *, can_sample: bool, counts_penalties: bool) -> str | None:
+def refusal(params: Any, *, can_sample: bool, counts_penalties: bool, draws_drafts: bool = False) -> str | None:
     """The reason to refuse a request with these sampling parameters (SGLang's, normalised); None: it is answered."""
     names = penalties_of(params)
     if names and not counts_penalties:
         return PENALISED.format(names=", ".join(names))
     greedy = params.top_k == 1  # SGLang has made that of temperature 0 by then
-    return None if greedy or can_sample else SAMPLED
+    if greedy or not (draws_drafts and params.min_p > 0):
+        return None if greedy or can_sample else SAMPLED
+    return MIN_P
 
 
 def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
@@ -193,8 +201,22 @@ def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: boo
     if worker is not None and not is_retracted and req.to_finish is None:
         from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
 
-        counts = bool(getattr(worker, "counts_penalties", False))
-        reason = refusal(req.sampling_params, can_sample=is_dflash_sampling_verify_available(), counts_penalties=counts)
+        reason = refusal(
+            req.sampling_params,
+            can_sample=is_dflash_sampling_verify_available(),
+            counts_penalties=bool(getattr(worker, "counts_penalties", False)),
+            draws_drafts=getattr(worker, "selector", None) is not None,
+        )
         if reason is not None:
             req.set_finish_with_abort(reason)
     return add(scheduler, req, is_retracted)
+
+
+def with_min_p(build: Callable[..., Any], *, sampling_info: Any, **given: Any) -> Any:
+    """The target's probabilities of a step [n, w, V] after top-k and top-p, and after `min_p`, which SGLang leaves out."""
+    probs = build(sampling_info=sampling_info, **given)
+    if not sampling_info.need_min_p_sampling:
+        return probs
+    least = probs.amax(dim=-1, keepdim=True) * sampling_info.min_ps.view(-1, 1, 1)
+    kept = probs.masked_fill(probs < least, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
