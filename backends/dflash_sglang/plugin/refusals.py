@@ -213,7 +213,7 @@ def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: boo
 
 
 def with_min_p(build: Callable[..., Any], *, sampling_info: Any, **given: Any) -> Any:
-    """The target's probabilities of a step [n, w, V] after top-k and top-p, and after `min_p`, which SGLang leaves out."""
+    """The target's probabilities of a step [n, w, V], after top-k and top-p as SGLang does, and after `min_p`."""
     probs = build(sampling_info=sampling_info, **given)
     if not sampling_info.need_min_p_sampling:
         return probs
