@@ -23,6 +23,7 @@ import torch
 from dflash_serve.backend import Releases
 from dflash_sglang import facts as sglang
 from dflash_sglang.checks import CAPTURING, CAPTURING_FOR_DSPARK
+from dflash_sglang.plugin.refusals import with_min_p
 from dflash_vllm import facts as vllm
 from dflash_vllm.checks import CAPTURING as VLLM_CAPTURING
 from dflash_vllm.drafter_rules import CACHE_ONLY, RAISES_TABLES
@@ -145,6 +146,18 @@ def uncounted_penalties(patch: Patch) -> bool:
     return not counted and "cumulate_penalty" not in source(WORKER)
 
 
+def min_p_left_out(_: Patch) -> bool:
+    build = import_module("sglang.srt.speculative.dflash_utils").build_speculative_verify_target_probs
+    off = {"need_top_k_sampling": False, "need_top_p_sampling": False}
+    asked = Stub(temperatures=torch.ones(2, 1), need_min_p_sampling=True, min_ps=torch.tensor([0.5, 0.1]), **off)
+    given = {"next_token_logits": torch.tensor([[0.0, 1.0]]).repeat(4, 1), "draft_token_num": 2, "bs": 2}
+    ours = with_min_p(build, sampling_info=asked, **given)
+    assert torch.equal(ours[0], torch.tensor([[0.0, 1.0]]).repeat(2, 1))
+    theirs = build(sampling_info=asked, **given)
+    assert torch.allclose(ours[1], theirs[1])
+    return bool((theirs > 0).all())
+
+
 def one_causality(_: Patch) -> bool:
     config = Stub(layer_types=["full_attention", "sliding_attention"], is_causal=True, sliding_window=8)
     config.get_text_config = lambda: config
@@ -173,6 +186,7 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "a drafter's K/V pool has an entry for every token of the target": shared_pool,
     "tensors of a drafter that are unknown or missing are no error": careless_load,
     "penalties do not count the tokens of DFlash steps": uncounted_penalties,
+    "tokens of DFlash steps are sampled without `min_p`": min_p_left_out,
     "one `is_causal` governs all layers of a drafter": one_causality,
     "`input_embedding_scale` is not read": lambda _: "input_embedding_scale" not in source(*DRAFTERS),
     "`d2t` is not read": lambda _: "d2t" not in source(*DRAFTERS),
