@@ -239,7 +239,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
     def notes(self, plan: SGLangPlan) -> Iterator[str]:
         """Limits that no key of the deployment mentions."""
         if plan.algorithm == DSPARK:
-            yield "SGLang's own DSPARK serves it alone: our plug-in counts no slots there and refuses no request"
+            yield "SGLang's own DSPARK serves it: our plug-in counts no slots there, and refuses penalties and min_p"
         elif plan.drafter is not None and plan.width is None:
             yield "requests with penalties are refused: SGLang's own DFlash would not apply them"
         if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":

@@ -50,6 +50,13 @@ def _around(hooks: dict[str, Callable[..., Any]]) -> None:
         HookRegistry.register(name, hook, HookType.AROUND)
 
 
+def _apply(hooks: dict[str, Callable[..., Any]]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _around(hooks)
+    HookRegistry.apply_hooks()
+
+
 def usable() -> bool:
     """True if this SGLang is the tested release; else a warning is logged."""
     problem = next(RELEASES.problems(RELEASES.installed() or "unknown"), None)
@@ -90,10 +97,18 @@ def width_problems(server_args: Any) -> list[Problem]:
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:
-    """Runs in a scheduler, before SGLang's DFlash worker is built: where a width is asked for, ours takes its place."""
+    """Runs in a scheduler, before SGLang's DFlash worker is built: where a width is asked for, ours takes its place.
+
+    With DSPARK SGLang's own worker runs, and requests that it would answer wrongly are refused.
+    """
     theirs = create(algorithm, server_args)
     try:
-        return ours(theirs, server_args) if algorithm.is_dflash() and usable() else theirs
+        if not algorithm.is_dflash_family() or not usable():
+            return theirs
+        if algorithm.is_dflash():
+            return ours(theirs, server_args)
+        _apply({QUEUE: guarded})
+        return theirs
     except Exception:
         logger.exception("dflash-serve steps aside: its worker could not be prepared, SGLang's own runs")
         return theirs
@@ -102,7 +117,6 @@ def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any)
 def ours(theirs: type, server_args: Any) -> type:
     """The worker to build where SGLang would build `theirs`; what it loads, counts and refuses is hooked."""
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from .results import RESULTS, watch
     from .worker import WidthWorker
@@ -114,7 +128,7 @@ def ours(theirs: type, server_args: Any) -> type:
         strict.active = False  # the draft has been loaded; later loads are updates
         watch(worker)
 
-    _around(
+    _apply(
         {
             ROW_HEADROOM: room_for_a_step,
             MAMBA: in_rows_of_the_buffer,
@@ -125,7 +139,6 @@ def ours(theirs: type, server_args: Any) -> type:
             BUILD_WORKER: built,
         }
     )
-    HookRegistry.apply_hooks()
     if asked_width() in (None, resolving_view(server_args).speculative_num_draft_tokens):
         return theirs
     if theirs is not WidthWorker.__base__:

@@ -5,7 +5,7 @@
 * Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
   (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
 * Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
-* `min_p`: SGLang samples speculative steps without it. `with_min_p` applies it, but not to drafts that are drawn.
+* `min_p`: SGLang samples speculative steps without it. `with_min_p` applies it to greedy drafts of DFLASH.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ SAMPLED = (
 )
 
 MIN_P = (
-    "dflash-serve: SGLang samples without min_p where the drafter's head draws its drafts (DFlash2); leave it out, or "
-    "serve without speculation"
+    "dflash-serve: SGLang's DSPARK, and DFlash2, whose head draws its drafts, sample without min_p; leave it out, or serve "
+    "without speculation"
 )
 
 
@@ -184,15 +184,15 @@ def penalties_of(params: Any) -> list[str]:
     return [name for name, neutral in NEUTRAL.items() if getattr(params, name) != neutral]
 
 
-def refusal(params: Any, *, can_sample: bool, counts_penalties: bool, draws_drafts: bool = False) -> str | None:
+def refusal(params: Any, *, can_sample: bool, counts_penalties: bool, takes_min_p: bool = True) -> str | None:
     """The reason to refuse a request with these sampling parameters (SGLang's, normalised); None: it is answered."""
     names = penalties_of(params)
     if names and not counts_penalties:
         return PENALISED.format(names=", ".join(names))
     greedy = params.top_k == 1  # SGLang has made that of temperature 0 by then
-    if greedy or not (draws_drafts and params.min_p > 0):
-        return None if greedy or can_sample else SAMPLED
-    return MIN_P
+    if greedy:
+        return None
+    return SAMPLED if not can_sample else MIN_P if params.min_p > 0 and not takes_min_p else None
 
 
 def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
@@ -201,11 +201,12 @@ def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: boo
     if worker is not None and not is_retracted and req.to_finish is None:
         from sglang.srt.speculative.dflash_utils import is_dflash_sampling_verify_available
 
+        dspark = scheduler.spec_algorithm.is_dspark()
         reason = refusal(
             req.sampling_params,
-            can_sample=is_dflash_sampling_verify_available(),
+            can_sample=dspark or is_dflash_sampling_verify_available(),
             counts_penalties=bool(getattr(worker, "counts_penalties", False)),
-            draws_drafts=getattr(worker, "selector", None) is not None,
+            takes_min_p=not dspark and getattr(worker, "selector", None) is None,
         )
         if reason is not None:
             req.set_finish_with_abort(reason)

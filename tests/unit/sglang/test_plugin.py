@@ -120,7 +120,7 @@ def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog:
     assert "the draft was not checked" in caplog.text
 
 
-GREEDY = SimpleNamespace(top_k=1, **NEUTRAL)
+GREEDY = SimpleNamespace(top_k=1, min_p=0.0, **NEUTRAL)
 SAMPLED = SimpleNamespace(**{**vars(GREEDY), "top_k": 50})
 
 
@@ -128,6 +128,10 @@ def test_requests_that_dflash_would_answer_otherwise_are_refused() -> None:
     assert refusal(GREEDY, can_sample=False, counts_penalties=False) is None
     assert refusal(SAMPLED, can_sample=True, counts_penalties=False) is None
     assert "would answer greedily" in str(refusal(SAMPLED, can_sample=False, counts_penalties=True))
+    with_min_p = SimpleNamespace(**{**vars(SAMPLED), "min_p": 0.1})
+    for asked, takes, said in ((with_min_p, False, "without min_p"), (with_min_p, True, None), (SAMPLED, False, None)):
+        found = refusal(asked, can_sample=True, counts_penalties=False, takes_min_p=takes)
+        assert found is None if said is None else said in str(found)
     for name in NEUTRAL:
         penalised = SimpleNamespace(**{**vars(GREEDY), name: 1.5})
         found = refusal(penalised, can_sample=True, counts_penalties=False)
