@@ -174,8 +174,8 @@ SAMPLED = (
 )
 
 MIN_P = (
-    "dflash-serve: SGLang's DSPARK, and DFlash2, whose head draws its drafts, sample without min_p; leave it out, or serve "
-    "without speculation"
+    "dflash-serve: SGLang's DSPARK, and DFlash2, whose head draws its drafts, sample without min_p; leave it out, or "
+    "serve without speculation"
 )
 
 
