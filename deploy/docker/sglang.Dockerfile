@@ -39,6 +39,14 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     rm /tmp/there.txt && \
     sh /wheels/link_cubins.sh && \
     install -d -o 10001 -g 10001 /models /cache /prepared
+# `certify` runs aiperf, whose packages must not replace others: --build-arg AIPERF=aiperf==0.13.0.
+ARG AIPERF=
+# hadolint ignore=DL3013
+RUN if [ -n "$AIPERF" ]; then \
+      python3 -m pip install --no-cache-dir --disable-pip-version-check --target /opt/aiperf "$AIPERF" && \
+      printf '#!/bin/sh\nPYTHONPATH=/opt/aiperf exec python3 -m aiperf "$@"\n' > /usr/local/bin/aiperf && \
+      chmod 755 /usr/local/bin/aiperf; \
+    fi
 # 0 makes /health shallow: a server with a full batch is not restarted.
 ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 \
     HOME=/cache \

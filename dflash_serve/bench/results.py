@@ -409,18 +409,24 @@ def _quotients(point: Point) -> dict[str, Any]:
     return {"acceptance_length": point.acceptance.acceptance_length, "survival": point.survival or None}
 
 
-def as_html(report: ReportData) -> str:
-    """One HTML document that needs no network: style and plot (SVG) are inside it."""
+def html_page(package: str | None, **values: Any) -> str:
+    """One HTML document that needs no network: the package's template with these values."""
     from jinja2 import Environment, StrictUndefined
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters.update(figure=_figure, counted=_counted)
+    return jinja.from_string((files(package) / TEMPLATE).read_text(encoding="utf-8")).render(**values)
+
+
+def as_html(report: ReportData) -> str:
+    """The report as one page, with its plot (SVG)."""
     best = {
         users: max((p.throughput_per_device for p in report.points if p.concurrency == users), default=None)
         for users in report.settings.concurrency
     }
     spots = [point for points in report.curves.values() for point in points]
-    return jinja.from_string((files(__package__) / TEMPLATE).read_text(encoding="utf-8")).render(
+    return html_page(
+        __package__,
         report=report,
         colours=colours(report.variants),
         best=best,

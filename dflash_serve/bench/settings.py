@@ -42,8 +42,8 @@ class Settings(Frozen):
     drafter: str | None
     backend: str
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
-    variant: Annotated[tuple[str, ...], BeforeValidator(_several)]
-    endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)]
+    variant: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
     dataset: str
     concurrency: Annotated[tuple[PositiveInt, ...], BeforeValidator(_user_counts)]
     rounds: PositiveInt
@@ -52,12 +52,12 @@ class Settings(Frozen):
     max_tokens: PositiveInt
     ignore_eos: bool
     temperature: Annotated[float, Field(ge=0)]
-    interactivity: float | None
-    baseline: str | None
-    api_key_file: Path | None
-    tokenizer: str | None
-    hardware: str | None
-    devices: int | None
+    interactivity: float | None = None
+    baseline: str | None = None
+    api_key_file: Path | None = None
+    tokenizer: str | None = None
+    hardware: str | None = None
+    devices: int | None = None
     in_turn: bool | None
     """One server at a time, for servers that take all of a GPU's memory; otherwise all run side by side, where an idle
     one costs only memory. None = true unless the embedded backend serves."""

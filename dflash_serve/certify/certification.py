@@ -23,7 +23,7 @@ from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
 from dflash_serve.catalogue import drafters_of
-from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, Expected, Measurements, outcome, redacted
+from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome, redacted
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
@@ -87,15 +87,15 @@ class Servers:
             stack, folder, before = ExitStack(), self.folder / slug(name), (query_gpus("memory.used"), host_mib())
             env, start = self.env, time.monotonic()
             url = stack.enter_context(running_server(self.backend, deployment, folder, env=env))
-            self.running[name] = stack, url
-            seen = {
+            self.running[name], log = (stack, url), folder / "server.log"
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            self.facts[name] = {
                 "start_seconds": round(time.monotonic() - start, 1),
                 "gpu_mib": (before[0], query_gpus("memory.used")),
+                "host_mib": host_mib() - before[1],
+                "graphs": [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)][-1:],
+                "context": Endpoint(url).context,
             }
-            lines = (folder / "server.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            graphs = [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)]
-            context = Endpoint(url).context
-            self.facts[name] = {**seen, "host_mib": host_mib() - before[1], "graphs": graphs[-1:], "context": context}
             self.rate(url)
         return self.running[name][1]
 
@@ -236,13 +236,8 @@ class Certification:
         def subject(variant: str) -> AbstractContextManager[Subject]:
             return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
 
-        pair = SubjectPair(
-            partial(subject, name),
-            partial(subject, OFF),
-            described,
-            plan.dtype,
-            context=lambda: self.servers.facts[name]["context"],
-        )
+        sides, context = (partial(subject, one) for one in (name, OFF)), lambda: self.servers.facts[name]["context"]
+        pair = SubjectPair(*sides, described, plan.dtype, context)
         run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
         with closing(answers):
             found = run.run().model_dump(mode="json")
@@ -267,17 +262,16 @@ class Certification:
         )
 
     def _doctor(self) -> dict[str, Any]:
-        """The doctor's report on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
+        """The doctor's verdict on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
         (name,) = self.benches[FIXED].variants.keys() - {OFF}
         self.tell("acceptance is low: asking the doctor")
         suspect = ("--url", self._url(name))
         if not self.servers.together:  # its own engine needs the memory
             self.servers.stop()
             suspect = ("--observed", str(self.measurements().acceptance_length))
-        given = [str(self.settings.deployment)] if self.settings.deployment else []
-        given += ["--target", self.settings.target] if self.settings.target else []
-        given += ["--drafter", self.settings.drafter] if self.settings.drafter else []
-        verdict, sentences = "healthy", list[str]()
+        one, sentences = self.settings, list[str]()
+        given = [str(one.deployment)] if one.deployment else ["--target", str(one.target)]
+        given += ["--drafter", one.drafter] if one.drafter else []
         for number, about in enumerate((suspect, ())):
             output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
             again = ["--resume"] if output.with_name(f"{output.name}.partial.jsonl").exists() else []
@@ -285,17 +279,14 @@ class Certification:
             try:
                 done = subprocess.run(argv, capture_output=True, text=True, timeout=left, check=False)  # noqa: S603
             except subprocess.TimeoutExpired:
-                return {
-                    "verdict": "could not tell",
-                    "sentences": [*sentences, "there was no time for more (--minutes)"],
-                }
+                return {"verdict": UNKNOWN, "sentences": [*sentences, "there was no time for more (--minutes)"]}
             if done.returncode not in (0, 1, 3):
-                return {"verdict": "could not tell", "sentences": [(done.stderr.splitlines() or ["it failed"])[-1]]}
+                return {"verdict": UNKNOWN, "sentences": [(done.stderr.splitlines() or ["it failed"])[-1]]}
             report = read_json(output)
-            verdict, sentences = report["verdict"], [*sentences, *report["sentences"][:2]]
-            if verdict != "healthy":
+            sentences += report["sentences"][:2]
+            if report["verdict"] != "healthy":
                 break
-        return {"verdict": verdict, "sentences": sentences}
+        return {"verdict": report["verdict"], "sentences": sentences}
 
     def measurements(self) -> Measurements:
         """Everything that is finished."""

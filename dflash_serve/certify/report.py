@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.bench.results import LoadRatio
+from dflash_serve.bench.results import LoadRatio, html_page
 from dflash_serve.bench.settings import AUTO, OFF
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import write_whole
@@ -23,7 +22,7 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import difference
 from dflash_serve.errors import UserError
 
-JSON, HTML, TEMPLATE = "certificate.json", "certificate.html", "report.html.jinja"
+JSON, HTML = "certificate.json", "certificate.html"
 ACCEPTED, UNKNOWN, REFUSED = "accepted", "could not tell", "refused"  # Verdicts, the best first
 EXIT_CODES = {ACCEPTED: 0, UNKNOWN: 3, REFUSED: 1}
 FASTER, SLOWER, EQUAL, FEW = "faster", "slower", "no difference shown", "too few rounds"  # Outcomes of a load
@@ -148,7 +147,9 @@ def conclude(found: Measurements) -> Certificate:
 def _lossless(found: Measurements) -> tuple[bool | None, str]:
     # None = could not tell
     told = {name: each["findings"] for name, each in found.verifications.items()}
-    broken = [f"{name}: {', '.join(one['faults'])}" for name, one in told.items() if one["verdict"] == "not lossless"]
+    broken = [
+        f"{name}: {fault} ({place})" for name, one in told.items() for fault, place in dict(one["faults"]).items()
+    ]
     if broken:
         return False, f"not lossless: {'; '.join(broken)}"
     lossless = [name for name in found.loads if name in told and told[name]["verdict"] == "lossless"]
@@ -198,14 +199,10 @@ def write_certificate(certificate: Certificate, folder: Path) -> None:
     Raises:
         UserError: a file cannot be written.
     """
-    from jinja2 import Environment, StrictUndefined
-
     value = certificate.model_dump(mode="json")
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = jinja.from_string((files(__package__) / TEMPLATE).read_text(encoding="utf-8"))
-    html = page.render(it=value, title=value["served"]["Target"], columns=COLUMNS, rows=table(certificate))
+    page = {"it": value, "title": value["served"]["Target"], "columns": COLUMNS, "rows": table(certificate)}
     write_whole(folder / JSON, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / HTML, html)
+    write_whole(folder / HTML, html_page(__package__, **page))
 
 
 def table(found: Measurements) -> list[list[str]]:

@@ -75,11 +75,9 @@ def _certified(given: dict[str, Any]) -> Any:
     from dflash_serve.certify.report import JSON, conclude
 
     output: Path = given["output"]
-    fixed: dict[str, Any] = dict.fromkeys(("variant", "endpoint", "baseline", "api_key_file", "tokenizer"))
-    fixed |= dict.fromkeys(("interactivity", "hardware", "devices"))
-    fixed |= {"variants": ("off",), "rounds": 1, "requests_per_user": 1, "min_requests": 4, "temperature": 0.0}
-    fixed |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
+    fixed = {"variants": ("off",), "rounds": 1, "requests_per_user": 1, "min_requests": 4, "temperature": 0.0}
     own = {name: value for name, value in given.items() if name in Settings.model_fields}
+    own |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
     settings = Settings.model_validate({**own, **fixed})
     find_aiperf()
     require_writable(output)

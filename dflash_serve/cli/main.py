@@ -67,7 +67,7 @@ VERBS = (
     plan,
     deploy,
 )
-for verb in (*VERBS, bench, certify, plan, deploy):
+for verb in VERBS:
     app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())

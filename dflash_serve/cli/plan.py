@@ -33,7 +33,7 @@ Length = Annotated[float | None, Option(help="Tokens gained a step, the bonus to
 Survival = Annotated[Path | None, Option(help="Report of evaluate or bench: survival measured.")]
 Task = Annotated[str | None, Option(help="Task: of --survival's report, else as published (gsm8k, mt-bench).")]
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
-Calibrate = Annotated[Path | None, Option(help="bench.json of a sweep: fit the engine constants to it.")]
+Calibrate = Annotated[Path | None, Option(help="bench.json or certificate.json: fit the engine constants to it.")]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
 
 

@@ -284,12 +284,12 @@ def step_times_of(question: PlanQuestion, split: Split) -> tuple[StepTimes, str 
 
 
 def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
-    """The question with its constants fitted to a bench's report, at the split of the deployment.
+    """The question with its constants fitted to the report of `bench` or `certify`, at the split of the deployment.
 
     Raises:
         UserError: no report of a bench, of another target, or with too few points.
     """
-    where, do = f"--calibrate {path}", "give the bench.json of a `bench` of this pair"
+    where, do = f"--calibrate {path}", "give the bench.json or certificate.json of this pair"
     parallel, asked, start = question.deployment.parallel, question.deployment.target.model, question.constants
     split = Split(parallel.tensor, parallel.expert)
     report = read_json(path)

@@ -53,7 +53,7 @@ from dflash_serve.verify.questions import (
 )
 from dflash_serve.verify.rules import SEED, RuleCheck
 from dflash_serve.verify.subjects import Description
-from dflash_serve.verify.tokens import TokenComparison
+from dflash_serve.verify.tokens import Kind, TokenComparison
 
 Verdict = Literal["lossless", "not lossless", "could not tell"]
 EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
@@ -101,7 +101,7 @@ class Findings(Frozen):
     """All comparisons and the verdict."""
 
     verdict: Verdict
-    faults: tuple[FaultKind, ...]
+    faults: Mapping[FaultKind, str]  # Each with the first comparison that shows it
     reasons: tuple[str, ...]  # Reasons why the verdict is open, or what limits it
     unit: str  # The unit of comparison: token ids, tokens, or characters
     greedy: tuple[TokenComparison, ...]
@@ -117,7 +117,7 @@ class Findings(Frozen):
     def headline(self) -> str:
         """The verdict in one line: its faults, or what was tested and what was not."""
         if self.verdict == "not lossless":
-            return f"{self.verdict}: {', '.join(self.faults)}"
+            return f"{self.verdict}: {'; '.join(f'{fault} ({place})' for fault, place in self.faults.items())}"
         tested = ": greedy and sampled" if self.sampled else ": greedy"
         untested = f"; not tested: {', '.join(self.scope)}" if self.scope else ""
         return f"{self.verdict}{tested if self.verdict == 'lossless' else ''}{untested}"
@@ -201,28 +201,38 @@ def _faults(
     seeded: TokenComparison | None,
     exact: tuple[TokenComparison, ...],
     rules: tuple[RuleCheck, ...],
-) -> tuple[FaultKind, ...]:
-    # the kinds of fault that the failed comparisons fit, by the table above
-    broken = {one.case for one in greedy if one.of_kind("fault")}
-    shifted = {one.case: one for one in sampled if one.differs}
-    if broken - PENALISED:
-        return (FaultKind.STALE_STATE,)
-    found = []
-    broken_rules = [one.rule for one in rules if one.honoured and one.broken and one.rule != SEED]
+) -> dict[FaultKind, str]:
+    # the kinds of fault that the failed comparisons fit, by the table above, each with the first comparison that fits
+    broken = [one for one in greedy if one.of_kind("fault")]
+    if plain := [one for one in broken if one.case not in PENALISED]:
+        return {FaultKind.STALE_STATE: _place(plain[0], "fault")}
+    broken_rules = [one for one in rules if one.honoured and one.broken and one.rule != SEED]
     # Where logit_bias is kept, a shift among the tokens that it leaves is one of the distribution.
-    plain_names = PLAINLY_SAMPLED if "logit_bias" in broken_rules else PLAINLY_SAMPLED | {BIASED.name}
-    plainly = [one for name, one in shifted.items() if name in plain_names]
+    biased = {BIASED.name} - {BIASED.name for one in broken_rules if one.rule == "logit_bias"}
+    shifted = {one.case: f"{one.case}, prompt {one.prompt}" for one in sampled if one.differs}
+    plainly = [one for one in sampled if one.differs and one.case in PLAINLY_SAMPLED | biased]
+    found = list[tuple[FaultKind, str]]()
     if plainly:
-        found.append(FaultKind.GREEDY_SAMPLING if any(map(_turned_greedy, plainly)) else FaultKind.DISTRIBUTION)
-    if broken or (shifted.keys() & PENALISED and not plainly):
-        found.append(FaultKind.PENALTIES)
-    if shifted.keys() - PENALISED and not plainly:
-        found.append(FaultKind.FIELD)
-    found += [EXACT_FAULTS[one.case] for one in exact if one.of_kind("fault")]
-    found += [RULE_FAULTS.get(rule, FaultKind.FIELD) for rule in broken_rules]
+        kind = FaultKind.GREEDY_SAMPLING if any(map(_turned_greedy, plainly)) else FaultKind.DISTRIBUTION
+        found.append((kind, shifted[plainly[0].case]))
+    else:
+        kinds = {True: FaultKind.PENALTIES, False: FaultKind.FIELD}
+        found += [(kinds[case in PENALISED], place) for case, place in shifted.items()]
+    found += [(FaultKind.PENALTIES, _place(one, "fault")) for one in broken]
+    found += [(EXACT_FAULTS[one.case], _place(one, "fault")) for one in exact if one.of_kind("fault")]
+    found += [(RULE_FAULTS.get(one.rule, FaultKind.FIELD), f"{one.rule}: {one.example}") for one in broken_rules]
     if not found and seeded is not None and len(seeded.differences) > SEED_SLIPS:
-        found.append(FaultKind.SEEDS)
-    return tuple(dict.fromkeys(found))
+        found.append((FaultKind.SEEDS, _place(seeded)))
+    first = dict[FaultKind, str]()
+    for kind, place in found:
+        first.setdefault(kind, place)
+    return first
+
+
+def _place(comparison: TokenComparison, *kinds: Kind) -> str:
+    # the first difference of these kinds, or of any
+    one = next(one for one in comparison.differences if not kinds or one.kind in kinds)
+    return f"{comparison.case}, prompt {one.prompt}, position {one.position}"
 
 
 def _turned_greedy(comparison: DistributionComparison) -> bool:

@@ -75,7 +75,7 @@ GOOD = [
     series(OFFERED, "0+100x240", ', slot="2"'),
     series(GENERATED, "0+250x240"),
     {"series": READY % "7d9c-x1", "values": "1x240"},
-    {"series": READY % "build-x1", "values": "0x240"},  # a Job's pod that has ended
+    *({"series": READY % f"{name}-x1", "values": "0x240"} for name in ("build", "certify")),  # pods of Jobs, ended
 ]
 BAD = [
     series(STEPS, "0+100x240", ', width="8"'),
@@ -92,7 +92,8 @@ WAITING = [
 RESTARTS = "kube_pod_container_status_restarts_total"
 CONTAINER = 'container="server", namespace="serving", pod="trial-dflash-serve-7d9c-x1"'
 RESTARTED = [{"series": f"{RESTARTS}{{{CONTAINER}}}", "values": "0x100 1 2 2x138"}]
-FAILED = {name: [{"series": JOB % name, "values": "1x240"}] for name in ("build", "verify-29384", "acceptance-29384")}
+JOBS = ("build", "certify", "verify-29384", "acceptance-29384")
+FAILED = {name: [{"series": JOB % name, "values": "1x240"}] for name in JOBS}
 IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+100x240")]
 
 
@@ -105,10 +106,21 @@ IDLE_DRAFTER = [series(STEPS, "0+100x240", ', width="1"'), series(GENERATED, "0+
         (WAITING, {"DFlashQueueOld"}),
         (RESTARTED, {"DFlashRestarts"}),
         (FAILED["build"], {"DFlashJobFailed"}),
+        (FAILED["certify"], {"DFlashJobFailed"}),
         (FAILED["verify-29384"], {"DFlashGateFailed"}),
         (FAILED["acceptance-29384"], {"DFlashGateFailed"}),
     ],
-    ids=["good", "bad", "idle", "waiting", "restarted", "build failed", "verify failed", "acceptance failed"],
+    ids=[
+        "good",
+        "bad",
+        "idle",
+        "waiting",
+        "restarted",
+        "build failed",
+        "refused",
+        "verify failed",
+        "acceptance failed",
+    ],
 )
 def test_what_fires_in_two_hours(
     played: list[dict[str, str]], firing: set[str], every: dict[str, Manifest], tmp_path: Path

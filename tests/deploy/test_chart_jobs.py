@@ -7,13 +7,28 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
-from tests.support.chart import CHART, DIGEST, RECIPES, Manifest, case, of_kind, only, render, server_pod, values
+from dflash_serve.cli.main import app
+from tests.support.chart import (
+    CHART,
+    DIGEST,
+    RECIPES,
+    Manifest,
+    case,
+    changed,
+    of_kind,
+    only,
+    render,
+    server_pod,
+    values,
+)
 from tests.support.offline_hub import offline_hub
 
 README = (CHART.parents[1] / "README.md").read_text()
@@ -73,7 +88,7 @@ def test_what_a_job_reads_is_there_before_it_and_it_is_there_before_servers(mani
     assert "helm.sh/hook" not in only(manifests, "Deployment")["metadata"].get("annotations", {})
     policy = next(m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-jobs"))
     (expression,) = policy["spec"]["podSelector"]["matchExpressions"]
-    assert expression["values"] == ["download", "build"]
+    assert expression["values"] == ["download", "build", "certify"]
 
 
 def build_of(**changes: Any) -> Manifest:
@@ -111,6 +126,67 @@ def test_servers_hold_the_build_against_its_manifest_and_do_not_wait() -> None:
         **{"name": "models", "mountPath": "/build", "readOnly": True},
         "subPath": built.removeprefix("/models/"),
     }
+
+
+def certify_of(name: str, changes: Mapping[str, object]) -> tuple[Manifest, Manifest]:
+    """The specification of the Job that certifies an installation, and that of its server's pod."""
+    manifests = render(changed(name, {"certify.enabled": True, **changes}))
+    (job,) = [m for m in of_kind(manifests, "Job") if m["metadata"]["name"].endswith("-certify")]
+    assert int(job["metadata"]["annotations"]["helm.sh/hook-weight"]) == 0  # the last one
+    return job["spec"], server_pod(manifests)["spec"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (BUILT, {}),
+        (BUILT, {"models.download.enabled": True}),
+        ("torch-on-a-cpu", {}),
+        ("sglang-from-a-model-image", {}),
+    ],
+)
+def test_a_deployment_is_certified_with_what_its_server_gets(name: str, changes: Mapping[str, object]) -> None:
+    job, server = certify_of(name, changes)
+    spec = job["template"]["spec"]
+    mine, other = spec["containers"][0], server["containers"][0]
+    for key in ("image", "env", "resources", "securityContext"):
+        assert mine[key] == other[key], key
+    apart = {"containers", "serviceAccountName", "restartPolicy", "volumes", "topologySpreadConstraints"}
+    assert {key: spec[key] for key in spec.keys() - apart} == {key: server[key] for key in server.keys() - apart}
+    assert [volume["name"] for volume in spec["volumes"]] == [volume["name"] for volume in server["volumes"]]
+    assert {m["mountPath"] for m in mine["volumeMounts"]} == {m["mountPath"] for m in other["volumeMounts"]}
+    (models,) = [m for m in mine["volumeMounts"] if m["mountPath"] == "/models"]
+    written = name == BUILT  # to the claim; otherwise the log has the report
+    assert (mine["command"][3].startswith("/models/certificates/"), "--json" not in mine["args"]) == (written, written)
+    assert not (written and models.get("readOnly"))
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2, 3]
+    flags = {word.partition("=")[0] for word in mine["args"] if word.startswith("--")}
+    command: Any = typer.main.get_command(app)
+    assert flags < {option for parameter in command.commands["certify"].params for option in parameter.opts}
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({}, "certify --minutes=5 --output"),
+        ({"certificate.json.partial.jsonl": ""}, "certify --minutes=5 --resume --output"),
+        ({"certificate.json": '{\n "verdict": "refused"'}, "certify --minutes=5 --output"),
+        ({"certificate.json": '{\n "verdict": "accepted"'}, "accepted before:"),
+    ],
+)
+def test_an_accepted_deployment_is_not_certified_again_and_an_interrupted_run_goes_on(
+    kept: Mapping[str, str], said: str, tmp_path: Path
+) -> None:
+    script = certify_of(BUILT, {})[0]["template"]["spec"]["containers"][0]["command"][2]
+    program, folder = tmp_path / "dflash-serve", tmp_path / "out"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    folder.mkdir()
+    for name, text in kept.items():
+        (folder / name).write_text(text)
+    argv, path = ["sh", "-c", script, str(folder), "--minutes=5"], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(argv, env=path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{said} {folder}\n"
 
 
 def test_what_was_downloaded_is_all_that_servers_ask_for(manifests: list[Manifest]) -> None:

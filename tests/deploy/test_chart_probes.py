@@ -20,7 +20,6 @@ from tests.support.chart import CHART, case, config, pods, render, server
 from tests.support.embedded import tiny_engine
 from tests.support.fake_trtllm_serve import FakeTrtllmServe
 from tests.support.serving import MODEL, running
-from tests.support.tiny_target import write_tiny_pair
 
 READY, ASK, ACCEPTANCE = (CHART / "files" / f"{name}.py" for name in ("ready", "ask", "acceptance"))
 Answer = tuple[int, object]
@@ -188,11 +187,6 @@ def test_a_process_that_was_started_again_must_show_it_again(tmp_path: Path) -> 
 def test_no_server_is_one_line(tmp_path: Path) -> None:
     code, said = ready("http://127.0.0.1:9", tmp_path / "seen", "sglang")
     assert (code, said.count("\n"), said.startswith("not ready: URLError")) == (1, 1, True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 def test_the_embedded_server_says_that_a_random_drafter_does_not_fit(pair: tuple[Path, Path], tmp_path: Path) -> None:

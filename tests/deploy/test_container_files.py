@@ -101,6 +101,7 @@ def test_it_runs_sets_and_asks_what_the_pod_does(name: str) -> None:
     compile(argv[2], "healthcheck", "exec")
     installs = [value for instruction, value in parsed(name) if instruction == "RUN" and "install" in value]
     assert any("prove]" in value for value in installs)
+    assert ("ARG", "AIPERF=") in parsed(name)  # with which an image has what the chart's `certify` needs
 
 
 def copied(name: str) -> set[str]:

@@ -18,7 +18,6 @@ from tests.support.debian import promtool
 from tests.support.embedded import PROMPTS, tiny_engine
 from tests.support.promql import BOARD, PREFIXES, asked, engine_of, exported, expressions, missing, variables
 from tests.support.serving import MODEL, Running, running
-from tests.support.tiny_target import write_tiny_pair
 
 HISTOGRAMS = {
     *("e2e_request_latency_seconds", "iteration_latency_seconds", "request_queue_time_seconds"),
@@ -97,8 +96,8 @@ def for_routers(name: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tiny_engine(write_tiny_pair(tmp_path_factory.mktemp("pair")))) as found:
+def server(pair: tuple[Path, Path]) -> Iterator[Running]:
+    with running(tiny_engine(pair)) as found:
         for prompt in PROMPTS:
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 16, "ignore_eos": True}
             httpx.post(f"{found.url}/v1/completions", json=body).raise_for_status()

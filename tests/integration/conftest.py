@@ -9,7 +9,6 @@ from openai import OpenAI
 
 from tests.support.embedded import tiny_engine
 from tests.support.serving import Running, running
-from tests.support.tiny_target import write_tiny_pair
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +21,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("tiny_pair"))
+def tiny_folders(pair: tuple[Path, Path]) -> tuple[Path, Path]:
+    return pair
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,6 @@ def test_in_bfloat16_answers_part_at_near_ties_alone() -> None:
     pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(EngineSubject(plain)))
     plan = VerifyPlan(prompts=8, prompts_sha256="", max_tokens=48, samples=0, long_tokens=0, dtype="bfloat16")
     found = Verification(plan, prompts, pair, Store(None, {})).run()
-    assert (found.verdict, found.faults) == ("lossless", ())
+    assert (found.verdict, found.faults) == ("lossless", {})
     assert all(one.compared > one.tokens / 2 for one in found.greedy)
     assert (found.acceptance_length or 0) > 1.5

@@ -179,7 +179,7 @@ def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> t
 
 def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Mapping[str, Berth]) -> None:
     found = verification(servers, "narrow", PLAN.model_copy(update={"samples": FEWEST, "sample_tokens": 4}))[1]
-    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert (found.verdict, found.faults, found.unit) == ("lossless", {}, "tokens")
     assert [case.identical for case in found.greedy] == [VERIFIED, VERIFIED]
 
 
@@ -197,7 +197,7 @@ def again(store: Store, **changes: Any) -> Findings:
 
 def test_greedy_decoding_is_lossless(verified: tuple[Store, Findings]) -> None:
     found = again(verified[0], samples=0, penalties=False)
-    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "tokens")
+    assert (found.verdict, found.faults, found.unit) == ("lossless", {}, "tokens")
     assert found.greedy[0].identical == VERIFIED
     assert found.acceptance_length is not None
     assert found.acceptance_length > 1.1

@@ -23,11 +23,11 @@ from dflash_serve.certify.report import (
 from tests.house import ROOT
 from tests.support.command_line import call
 
-LOSSLESS, OPEN = ("lossless", (), ()), ("could not tell", (), ("nothing shows that it speculates",))
-BROKEN = ("not lossless", ("stale state",), ())
+LOSSLESS, OPEN = ("lossless", {}, ()), ("could not tell", {}, ("nothing shows that it speculates",))
+BROKEN = ("not lossless", {"stale state": "greedy, prompt 2, position 5"}, ())
 FAST, SLOW, EVEN = (1.5, 1.45, 1.55), (0.8, 0.78, 0.82), (1.0, 0.9, 1.1)
 Spread = tuple[float, float, float]
-Verdict = tuple[str, tuple[str, ...], tuple[str, ...]]
+Verdict = tuple[str, dict[str, str], tuple[str, ...]]
 
 
 def ratios(name: str, spreads: dict[int, Spread], rounds: int) -> list[LoadRatio]:
@@ -105,7 +105,7 @@ def test_the_six_lines_of_an_accepted_deployment() -> None:
 
 ILL = {"verdict": "fault", "sentences": ["a fault: *stale context*"]}
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "lossy": ({"fixed": BROKEN}, "refused", "not lossless: fixed 8: stale state"),
+    "lossy": ({"fixed": BROKEN}, "refused", "not lossless: fixed 8: stale state (greedy, prompt 2, position 5)"),
     "open": ({"auto": OPEN}, "could not tell", "auto: nothing shows that it speculates"),
     "unverified": ({"auto": None}, "could not tell", "auto: there was no time"),
     "slow": ({"speed": {1: SLOW, 8: SLOW}}, "refused", "recommended: width off"),

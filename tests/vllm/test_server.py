@@ -263,7 +263,7 @@ def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers:
     urls = [servers[name].ready.result().url for name in ("full", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
     found = Verification(plan, word_problems(8), pair, Store(None, {})).run()
-    assert (found.verdict, found.faults, found.unit) == ("lossless", (), "token ids")
+    assert (found.verdict, found.faults, found.unit) == ("lossless", {}, "token ids")
     assert all(one.identical == 4 for one in found.greedy)
     servers["full"].left.set()
     servers["plain"].left.set()

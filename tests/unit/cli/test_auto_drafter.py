@@ -11,12 +11,6 @@ from dflash_serve.catalogue import AUTO, Catalogue
 from dflash_serve.cli import answers, doctor
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
-from tests.support.tiny_target import write_tiny_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,6 @@ from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import CONTROLS
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
-from tests.support.tiny_target import write_tiny_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -15,14 +15,8 @@ from safetensors.torch import load_file, save_file
 from dflash_serve.catalogue import AUTO, Catalogue
 from tests.support.command_line import call
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
-from tests.support.tiny_target import write_tiny_pair
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -33,11 +33,6 @@ PATIENCE = 120
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def server(pair: tuple[Path, Path]) -> Iterator[Running]:
     with running(tiny_engine(pair, width=4)) as server:
         yield server

@@ -12,14 +12,8 @@ import pytest
 from dflash_serve import LLM, UserError
 from tests.support.command_line import call
 from tests.support.quantised_target import write_quantised_target
-from tests.support.tiny_target import write_tiny_pair
 
 Arguments = Callable[[Path, Path, Path], tuple[object, ...]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

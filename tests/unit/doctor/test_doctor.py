@@ -25,15 +25,9 @@ from dflash_torch.faults.replay import EmbeddedReference
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
-from tests.support.tiny_target import write_tiny_pair
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[{"role": "user", "content": text}] for text in ("the quick brown fox", "over", "lazy dog")]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -55,13 +55,8 @@ INVISIBLE = {"head in FP8", "accepted tokens not injected"}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def engine(folders: tuple[Path, Path]) -> EmbeddedEngine:
-    return tiny_engine(folders, width=4, max_batch_size=3)
+def engine(pair: tuple[Path, Path]) -> EmbeddedEngine:
+    return tiny_engine(pair, width=4, max_batch_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +73,16 @@ def with_fault(engine: EmbeddedEngine, fault: DrafterFault) -> EmbeddedEngine:
     return suspect
 
 
-def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
-    assert first_difference(engine, *folders, PROMPT) is None
+def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, pair: tuple[Path, Path]) -> None:
+    assert first_difference(engine, *pair, PROMPT) is None
 
 
 def test_every_fault_is_found_where_it_shows_first(
-    engine: EmbeddedEngine, faults: dict[str, DrafterFault], folders: tuple[Path, Path]
+    engine: EmbeddedEngine, faults: dict[str, DrafterFault], pair: tuple[Path, Path]
 ) -> None:
     found = {}
     for fault in faults.values():
-        difference = first_difference(with_fault(engine, fault), *folders, PROMPT)
+        difference = first_difference(with_fault(engine, fault), *pair, PROMPT)
         found[fault.name] = difference.tensor if difference else None
     wrong = {
         name: where
@@ -107,10 +102,10 @@ def test_the_sound_speculator_is_left_as_it_was(engine: EmbeddedEngine, faults: 
     assert all(torch.equal(tensor, state[name]) for name, tensor in speculator.drafter.state_dict().items())
 
 
-def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
+def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, pair: tuple[Path, Path]) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = [PROMPT, "over", '{"name": [1']
-    reference = EmbeddedReference(engine, load_drafter(folders[1]), prompts, params, 4)
+    reference = EmbeddedReference(engine, load_drafter(pair[1]), prompts, params, 4)
     sound = answers(engine.fixed(4), prompts, params)
     assert reference.predict(None) == reference.loop()
     assert reference.predict(None).counts == tuple(output.statistics for output in sound)
@@ -130,16 +125,16 @@ OF_HEADS = {
 
 @pytest.mark.parametrize("kind", OF_HEADS)
 def test_a_heads_fault_is_found_where_it_shows_and_changes_no_answer(kind: str, tmp_path: Path) -> None:
-    folders = pair_with(write_tiny_pair(tmp_path / "pair"), tmp_path / "drafter", HEADS[kind])
-    engine = tiny_engine(folders, width=BLOCK, max_batch_size=3)
-    assert first_difference(engine, *folders, PROMPT) is None
+    pair = pair_with(write_tiny_pair(tmp_path / "pair"), tmp_path / "drafter", HEADS[kind])
+    engine = tiny_engine(pair, width=BLOCK, max_batch_size=3)
+    assert first_difference(engine, *pair, PROMPT) is None
     speculator = engine.scheduler.speculator
     assert speculator is not None
     faults = {fault.name: fault for fault in catalogue(speculator)}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = answers(engine, [PROMPT], params)[0].token_ids
     for name, where in OF_HEADS[kind].items():
-        difference = first_difference(with_fault(engine, faults[name]), *folders, PROMPT)
+        difference = first_difference(with_fault(engine, faults[name]), *pair, PROMPT)
         assert difference is not None
         assert difference.tensor.startswith(where)
         assert answers(engine.fixed(BLOCK, fault=name), [PROMPT], params)[0].token_ids == expected

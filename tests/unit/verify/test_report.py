@@ -27,7 +27,7 @@ def report() -> VerifyReport:
     drawn = DistributionComparison(case="temperature 1", prompt=1, samples=64, p_value=0.4, smallest_deviation=0.2)
     findings = Findings(
         verdict="not lossless",
-        faults=(FaultKind.STALE_STATE,),
+        faults={FaultKind.STALE_STATE: "greedy, prompt 3, position 17"},
         reasons=(),
         unit="token ids",
         greedy=(greedy,),
@@ -57,12 +57,12 @@ def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict(
     text = shown(report())
     assert "prompt 3, position 17: ' [x]' (5) with, the end without speculation; gap 1.5: fault" in text
     assert "0.200" in text
-    assert text.endswith("not lossless: stale state")
+    assert text.endswith("not lossless: stale state (greedy, prompt 3, position 17)")
 
 
 def test_a_verdict_says_what_was_not_tested() -> None:
     plan = VerifyPlan(prompts=4, prompts_sha256="0" * 64, max_tokens=8, samples=0, penalties=False)
-    findings = report().findings.model_copy(update={"verdict": "lossless", "faults": (), "scope": plan.left_out})
+    findings = report().findings.model_copy(update={"verdict": "lossless", "faults": {}, "scope": plan.left_out})
     assert shown(report_of(plan, SUBJECTS, findings)).endswith(
         "lossless: greedy and sampled; not tested: sampling, short answers under load, penalties"
     )

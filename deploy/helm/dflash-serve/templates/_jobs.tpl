@@ -1,10 +1,11 @@
-{{- /* Jobs that fill the models' claim before any server starts: hooks of install and upgrade, and PreSync of Argo CD.
+{{- /* Jobs that come before any server: hooks of install and upgrade, and PreSync of Argo CD. Two fill the models' claim,
+the last one certifies the deployment.
 
 A server that waited for them in its pod would hold the GPUs that they need. What they read comes before them, by its
 weight, and goes when all is done; a Job itself stays for a day, for its log. */ -}}
 
 {{- define "dflash-serve.hasJobs" -}}
-{{- ternary "yes" "" (or .Values.build.enabled .Values.models.download.enabled) -}}
+{{- ternary "yes" "" (or .Values.build.enabled .Values.models.download.enabled .Values.certify.enabled) -}}
 {{- end -}}
 
 {{- /* dict "root" $ "suffix" "-x" "weight" n "keep" bool */ -}}
@@ -19,6 +20,32 @@ annotations:
 {{- /* A Job's name, service account apart. */ -}}
 {{- define "dflash-serve.jobAccount" -}}
 {{- .Values.serviceAccount.create | ternary (printf "%s-jobs" (include "dflash-serve.fullname" .)) (.Values.serviceAccount.name | default "default") -}}
+{{- end -}}
+
+{{- /* The Job's pod certifies nothing again that was accepted, and goes on with a run that was interrupted. A certificate is
+named by the deployment, the image and the settings; without a claim or a folder of the node its JSON is in the log. */ -}}
+{{- define "dflash-serve.certifyCommand" -}}
+{{- $key := list .Values.deployment .Values.image.digest .Values.certify (include "dflash-serve.gpuKind" .) | toJson | sha256sum | trunc 12 -}}
+{{- $kept := has .Values.models.kind (list "claim" "node") -}}
+command:
+  - sh
+  - -c
+  - |
+    grep -qs '"verdict": "accepted"' "$0/certificate.json" && { echo "accepted before: $0"; exit 0; }
+    test -e "$0/certificate.json.partial.jsonl" && set -- "$@" --resume
+    exec dflash-serve certify "$@" --output "$0"
+  - {{ printf "%s/%s-%s" ($kept | ternary "/models/certificates" "/tmp") (include "dflash-serve.fullname" .) $key }}
+args:
+  - /etc/dflash-serve/deployment.yaml
+  - {{ printf "--backend=%s" .Values.backend | quote }}
+  - --minutes={{ .Values.certify.minutes }}
+  - --concurrency={{ .Values.certify.concurrency }}
+  {{- with .Values.certify.dataset }}
+  - {{ printf "--dataset=%s" . | quote }}
+  {{- end }}
+  {{- if not $kept }}
+  - --json
+  {{- end }}
 {{- end -}}
 
 {{- /* dict "root" $ "name" n "image" reference "command" list "cpu" c "memory" m "gpus" n "deadline" seconds */ -}}

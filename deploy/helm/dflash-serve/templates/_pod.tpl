@@ -1,12 +1,14 @@
-{{- /* dict "root" $ "component" "server" or "worker": workers of a group have no HTTP server, so no probes. */ -}}
+{{- /* dict "root" $ "component" "server", "worker" (of a group: no HTTP server, so no probes), or "certify" (of a Job) */ -}}
 {{- define "dflash-serve.podTemplate" -}}
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
 {{- $facts := include "dflash-serve.facts" $root | fromYaml -}}
+{{- $job := eq .component "certify" -}}
 metadata:
   labels: # without the chart's version: a new chart restarts no engine
     {{- include "dflash-serve.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
+    {{- if not $job }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -16,8 +18,13 @@ metadata:
     {{- with $values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+    {{- end }}
 spec:
-  {{- include "dflash-serve.podBasics" $root | nindent 2 }}
+  serviceAccountName: {{ include ($job | ternary "dflash-serve.jobAccount" "dflash-serve.serviceAccount") $root | quote }}
+  {{- include "dflash-serve.podRights" $root | nindent 2 }}
+  {{- if $job }}
+  restartPolicy: Never
+  {{- end }}
   terminationGracePeriodSeconds: {{ include "dflash-serve.graceSeconds" $root }}
   {{- if $values.hostNetwork }}
   hostNetwork: true
@@ -45,7 +52,7 @@ spec:
     - {{- include "dflash-serve.serverContainer" (dict "root" $root "component" .component "facts" $facts) | nindent 6 }}
   volumes:
     - name: config
-      configMap: {name: {{ include "dflash-serve.fullname" $root | quote }}}
+      configMap: {name: {{ printf "%s%s" (include "dflash-serve.fullname" $root) ($job | ternary "-jobs" "") | quote }}}
     {{- include "dflash-serve.modelVolume" $root | nindent 4 }}
     {{- include "dflash-serve.tokenVolume" $root | nindent 4 }}
     {{- include "dflash-serve.keysVolume" $root | nindent 4 }}
@@ -61,20 +68,27 @@ spec:
 {{- define "dflash-serve.serverContainer" -}}
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
-name: server
+{{- $job := eq .component "certify" -}}
+name: {{ $job | ternary "certify" "server" }}
 image: {{ include "dflash-serve.image" $values.image | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
+{{- if $job }}
+{{- include "dflash-serve.certifyCommand" $root | nindent 0 }}
+{{- else }}
 command: [dflash-serve]
 args:
   {{- include "dflash-serve.arguments" $root | nindent 2 }}
+{{- end }}
 env:
   {{- $offline := or (eq $values.models.kind "image") $values.models.download.enabled }}
   {{- include "dflash-serve.environment" (dict "root" $root "offline" $offline) | nindent 2 }}
   {{- with $values.env }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- if not $job }}
 ports:
   - {name: http, containerPort: 8000, protocol: TCP}
+{{- end }}
 {{- if eq .component "server" }}
 {{- include "dflash-serve.probes" $root | nindent 0 }}
 {{- end }}
@@ -85,7 +99,7 @@ securityContext:
   {{- include "dflash-serve.containerSecurity" $root | nindent 2 }}
 volumeMounts:
   - {name: config, mountPath: /etc/dflash-serve, readOnly: true}
-  - {name: models, mountPath: /models{{ or (eq $values.models.kind "image") $values.models.download.enabled | ternary ", readOnly: true" "" }}}
+  - {name: models, mountPath: /models{{ or (eq $values.models.kind "image") (and $values.models.download.enabled (not $job)) | ternary ", readOnly: true" "" }}}
   {{- if $values.build.enabled }}
   - {name: models, mountPath: /build, subPath: builds/{{ include "dflash-serve.buildKey" $root }}, readOnly: true}
   {{- end }}

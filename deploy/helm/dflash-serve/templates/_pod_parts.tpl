@@ -29,11 +29,6 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{- define "dflash-serve.podBasics" -}}
-serviceAccountName: {{ include "dflash-serve.serviceAccount" . | quote }}
-{{ include "dflash-serve.podRights" . }}
-{{- end -}}
-
 {{- define "dflash-serve.podRights" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false # Kubernetes' DFLASH_SERVE_* variables would be read as settings

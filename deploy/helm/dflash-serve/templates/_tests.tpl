@@ -47,7 +47,8 @@ spec:
 
 {{- define "dflash-serve.testSpec" -}}
 {{- $root := .root -}}
-{{- include "dflash-serve.podBasics" $root }}
+serviceAccountName: {{ include "dflash-serve.serviceAccount" $root | quote }}
+{{ include "dflash-serve.podRights" $root }}
 restartPolicy: Never
 activeDeadlineSeconds: {{ .deadline }}
 {{- with $root.Values.placement.tolerations }}

@@ -50,6 +50,13 @@ cache.kind: models of kind {{ $.Values.models.kind }} keep nothing; use models.k
 models.download: the Job runs before the release exists, and models.kind {{ .Values.models.kind }} comes with it; make a claim, and name it in models.claim{{ end }}
 {{- if and .Values.build.enabled (not (and $claim (eq .Values.models.accessMode "ReadWriteMany"))) }}
 build.enabled: the build writes before the release exists and while servers read; use models.kind claim with accessMode ReadWriteMany{{ end }}
+{{- with .Values.certify.enabled }}
+{{- $facts := include "dflash-serve.facts" $ | fromYaml }}
+{{- if or (not $facts.speculates) (gt ($facts.nodes | int) 1) }}
+certify.enabled: it compares a server on one node with and without its drafter; give a drafter and one node, or set it to false{{ end }}
+{{- if eq $.Values.models.kind "volume" }}
+certify.enabled: the Job runs before the release exists, and models.kind volume comes with it; make a claim, and name it in models.claim{{ end }}
+{{- end }}
 {{- $recipe := .Values.build.recipe | fromYaml }}
 {{- if and .Values.build.enabled (not (and (hasKey $recipe "deployment") (hasKey $recipe "build"))) }}
 build.recipe: not a recipe with `deployment` and `build`; give a file: --set-file build.recipe=engines/recipes/qwen3-8b-b200.yaml{{ end }}
