@@ -129,6 +129,14 @@ class Endpoint:
         longest = data[0].get("max_model_len") if data and isinstance(data[0], Mapping) else None
         return longest if isinstance(longest, int) else None
 
+    def sglang_settings(self) -> Mapping[str, Any]:
+        """The arguments that an SGLang server runs with; empty for other engines."""
+        try:
+            found = self._connection.json("GET", "/server_info")
+        except UserError:
+            return {}
+        return found if isinstance(found, Mapping) else {}
+
     def complete(
         self,
         prompt: Prompt,

@@ -101,13 +101,13 @@ SAMPLED = (
     Case("temperature 2, n 2", SamplingParams(temperature=2), 4, {"n": 2}),
 )
 BIASED = SAMPLED[6]
-BASE = 4  # The first sampled cases: an engine must take them. Those after them show a field that is ignored, at once.
+BASE = 4  # The first sampled cases. Those after them show a field that is ignored, at once.
 SEEDED = Case("same seeds", SamplingParams(temperature=0.8, top_p=0.95))
 REPEATED = Case("repeated seeds", SamplingParams(temperature=1), 16)
 """Every question twice: a side that keeps seeds gives the same answer."""
-OPTIONAL = (*EXACT, STOP, *SAMPLED[BASE:], REPEATED)
-"""Cases that an engine may refuse; the verdict says that they were not tested."""
 PENALISED = {case.name for case in (*GREEDY, *SAMPLED) if case.params.penalised}
+OPTIONAL = (*EXACT, STOP, *SAMPLED[BASE:], REPEATED, *(one for one in (*GREEDY, *SAMPLED) if one.name in PENALISED))
+"""Cases that an engine may refuse; the verdict says that they were not tested."""
 
 
 class VerifyPlan(Frozen):

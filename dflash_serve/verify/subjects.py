@@ -21,6 +21,10 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question
 
+LATE = (
+    "with overlapped scheduling SGLang penalises a token by those before the last one only; start the plain server "
+    "with --disable-overlap-schedule to test them"
+)
 Description = Mapping[str, str | None]  # A report's description of a subject; it holds no secrets
 
 
@@ -45,6 +49,10 @@ class Subject(Protocol):
         Args:
             probe: a question to a server that comes first, so that its counters move.
         """
+        ...
+
+    def wrong_penalties(self) -> str | None:
+        """The reason why its own answers with penalties are not right without speculation; None: they are."""
         ...
 
 
@@ -88,6 +96,9 @@ class EngineSubject:
     def speculates(self, probe: Question | None = None) -> bool | None:
         return self.engine.block_size is not None
 
+    def wrong_penalties(self) -> str | None:
+        return None
+
     def _stream(self, questions: Sequence[Question], params: Sequence[SamplingParams]) -> Stream:
         try:
             return self.engine.stream([question.prompt for question in questions], params)
@@ -125,6 +136,9 @@ class ServerSubject:
         if probe is not None:
             list(self.answers([probe]))
         return self._reading().speculates
+
+    def wrong_penalties(self) -> str | None:
+        return LATE if self.endpoint.sglang_settings().get("disable_overlap_schedule") is False else None
 
     def _reading(self) -> AcceptanceStatistics:
         try:

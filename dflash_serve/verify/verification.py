@@ -26,6 +26,7 @@ from dflash_serve.verify.questions import (
     GREEDY,
     LONG,
     OPTIONAL,
+    PENALISED,
     REPEATED,
     SAMPLED,
     SEEDED,
@@ -84,6 +85,8 @@ class Verification:
         first = self.plan.greedy_cases
         with self.pair.plain() as plain:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
+            if wrong := plain.wrong_penalties():
+                self.refused |= {case.name: wrong for case in self.plan.cases if case.name in PENALISED}
             self._ask(plain, WITHOUT, first)
             self._ask(plain, WITHOUT, [case for case in self.plan.cases if case not in first])
             is_plain = self._refuse_drafts(plain)

@@ -89,6 +89,9 @@ class Pool:
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics(1, 3, 2)
 
+    def wrong_penalties(self) -> str | None:
+        return None
+
     def speculates(self, probe: Question | None = None) -> bool:
         return False
 
