@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 from dflash_serve.common.documents import read_json
@@ -162,9 +164,13 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def recorded_survival(folder: Path) -> list[float] | None:
     """Survival of slots 1..B-1 measured when the drafter was trained (`provenance.json`); None if not recorded."""
+    return read_survival(folder / PROVENANCE, "validation", "survival")
+
+
+def read_survival(path: Path, *keys: str) -> list[float] | None:
+    """Survival of slots 1, 2, ... below these keys of a JSON file; None if there is none."""
     try:
-        survival = read_json(folder / PROVENANCE)["validation"]["survival"]
-        shares = [float(share) for share in survival]
+        shares = [float(share) for share in reduce(getitem, keys, read_json(path))]
     except (UserError, ValueError, KeyError, TypeError):
         return None
     return shares if shares and all(0 <= share <= 1 for share in shares) else None
