@@ -154,6 +154,12 @@ class Backend(Protocol):
 
     name: str
     facts: EngineFacts
+    releases: str  # Releases of its engine that were read and run
+
+    @property
+    def untried(self) -> Collection[str]:
+        """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
+        ...
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Problems that are found before anything is started.
@@ -163,6 +169,10 @@ class Backend(Protocol):
         """
         ...
 
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """Reasons why it does not serve a drafter with such heads; none = it does."""
+        ...
+
 
 @dataclass(frozen=True)
 class Command:
@@ -170,6 +180,33 @@ class Command:
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # Set on top of the environment
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    """A file that `prepare` writes."""
+
+    name: str  # Below the folder
+    about: str
+    text: str | None = None  # None = weights, or a secret
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the deployment leaves open, and the value that it gets."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A launch, as far as it is known before it."""
+
+    files: Sequence[PreparedFile] = ()
+    choices: Sequence[Choice] = ()
+    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
 
 
 @runtime_checkable
@@ -188,17 +225,12 @@ class ServerBackend(Backend, Protocol):
         """The engine's command line, for a folder that `prepare` has written."""
         ...
 
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """Files that `prepare` would write, choices and notes; nothing is written.
 
-@runtime_checkable
-class DraftingBackend(Backend, Protocol):
-    """A backend that says from a drafter's heads alone whether it serves it."""
-
-    releases: str  # Releases of its engine that were read and run
-    untried: Collection[str]
-    """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
-
-    def head_problems(self, heads: Heads) -> list[Problem]:
-        """Reasons why it does not serve such a drafter; none = it does."""
+        Raises:
+            UserError: target or drafter cannot be found or read at all.
+        """
         ...
 
 
@@ -371,21 +403,15 @@ def embedded_backend() -> InProcessBackend:
 def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment, str | None]:
     """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
 
-    A backend that says nothing about heads gets plain DFlash only.
-
     Raises:
         UserError: no published drafter of the target is known, or none that the backend serves.
     """
     if deployment.drafter is None or deployment.drafter.model != AUTO:
         return deployment, None
-
-    def serves(heads: Heads) -> bool:
-        return not (chosen.head_problems(heads) if isinstance(chosen, DraftingBackend) else heads.words)
-
     target = deployment.target.model
     if not drafters_of(target):
         raise unknown_target(target)
-    found = best_drafter(target, serves, chosen.untried if isinstance(chosen, DraftingBackend) else ())
+    found = best_drafter(target, lambda heads: not chosen.head_problems(heads), chosen.untried)
     if found is None:
         do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
         raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)

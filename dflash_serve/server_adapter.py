@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import yaml
 
-from dflash_serve.backend import Command, EngineFacts, ServerBackend
+from dflash_serve.backend import Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
@@ -38,46 +38,6 @@ DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
 KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of one number in the K/V cache, by `kv_cache.dtype`."""
 HINT = "`dflash-serve serve --dry-run` shows all"
-
-
-@dataclass(frozen=True)
-class PreparedFile:
-    """A file that `prepare` writes."""
-
-    name: str  # Below the folder
-    about: str
-    text: str | None = None  # None = weights, or a secret
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting that the deployment leaves open, and the value that it gets."""
-
-    key: str
-    value: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Preview:
-    """A launch, as far as it is known before it."""
-
-    files: Sequence[PreparedFile] = ()
-    choices: Sequence[Choice] = ()
-    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
-
-
-@runtime_checkable
-class PreviewingBackend(ServerBackend, Protocol):
-    """A backend that tells beforehand what it writes and chooses; another one shows its command and problems only."""
-
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written.
-
-        Raises:
-            UserError: target or drafter cannot be found or read at all.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +66,7 @@ class Launch:
 
     def preview(self, folder: Path) -> Preview:
         """Files that `prepare` would write, choices and notes; nothing is written."""
-        found = self.adapter
-        return found.preview(self.deployment, folder) if isinstance(found, PreviewingBackend) else Preview()
+        return self.adapter.preview(self.deployment, folder)
 
 
 def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
