@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dflash_serve.checkpoint.config import FULL, SLIDING
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.deployment import Model, Quantization
@@ -28,9 +29,7 @@ EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "mlp", "moe")
 """Prefixes of names in `layer_types` for layers without keys and values."""
-FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Layer type -> key of its window."""
+WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}  # Layer type -> key of its window
 KINDS = ("layer_types", "layers_block_type", "attn_type_list")
 FULL_LAYERS = ("attn_layer_indices", "full_attn_idxs")
 """Keys with the type of every layer, and with the indices of those of full attention."""
