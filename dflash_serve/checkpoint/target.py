@@ -147,6 +147,7 @@ class TargetLayout:
     experts: int  # 0 = dense
     experts_per_token: int  # experts that process one token
     expert_bytes: int  # bytes of the experts among `weight_bytes`
+    active_parameters: int  # parameters that one token is multiplied with, the embedding counted
     native_quantization: str | None
     """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
     head_is_quantized: bool  # lm_head is NVFP4 too
@@ -184,7 +185,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = native_format(recipe)
-    weight_bytes, expert_bytes = _weights(inner, model.quantization, native)
+    weight_bytes, expert_bytes, active_parameters = _weights(inner, model.quantization, native)
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
@@ -195,6 +196,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         experts=_first(inner, EXPERTS),
         experts_per_token=_first(inner, CHOSEN),
         expert_bytes=expert_bytes,
+        active_parameters=active_parameters,
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
         weight_bytes=weight_bytes,
@@ -302,8 +304,8 @@ def _head_dim(inner: Mapping[str, object]) -> int:
     return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
 
 
-def _weights(inner: Mapping[str, object], asked: Quantization, native: str | None) -> tuple[int, int]:
-    """Bytes of all weights, and of the routed experts among them."""
+def _weights(inner: Mapping[str, object], asked: Quantization, native: str | None) -> tuple[int, int, int]:
+    """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with."""
     inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if {"fp8", "nvfp4"} & {asked, native} else 16.0
@@ -313,9 +315,10 @@ def _weights(inner: Mapping[str, object], asked: Quantization, native: str | Non
     wide = _size(inner, "intermediate_size")
     # Three matrices for each MLP or expert.
     one_of_each = 3 * hidden * _size(inner, "moe_intermediate_size", wide) * (layers - dense)
-    mlp = 3 * hidden * wide * dense + one_of_each * (experts + _size(inner, "n_shared_experts"))
-    whole = mlp * inside + layers * _attention(inner, hidden) * outside + ends * 16
-    return int(whole / 8), int(one_of_each * experts * inside / 8)
+    mlp = 3 * hidden * wide * dense + one_of_each * _size(inner, "n_shared_experts")
+    attention, routed = layers * _attention(inner, hidden), one_of_each * experts
+    whole = (mlp + routed) * inside + attention * outside + ends * 16
+    return int(whole / 8), int(routed * inside / 8), mlp + one_of_each * _first(inner, CHOSEN) + attention + ends
 
 
 def _attention(inner: Mapping[str, object], hidden: int) -> int:

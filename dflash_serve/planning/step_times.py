@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.target import BITS, OTHER_BITS, TargetLayout
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import GPUS, Gpu, Model
 from dflash_serve.errors import first_line
@@ -158,7 +158,7 @@ class Roofline:
         layout = self.pair.layout
         cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
         return self._pass(
-            self._weights(batch * width), self._active_parameters, batch * width, cached, layout.shape.num_layers
+            self._weights(batch * width), layout.active_parameters, batch * width, cached, layout.shape.num_layers
         )
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
@@ -185,14 +185,6 @@ class Roofline:
     def _precision(self) -> str:
         asked = self.pair.model.quantization
         return asked if asked != "none" else self.pair.layout.native_quantization or "none"
-
-    @property
-    def _active_parameters(self) -> float:
-        # Parameters that one token is multiplied with.
-        layout, bits = self.pair.layout, BITS.get(self._precision, OTHER_BITS)
-        chosen = layout.experts_per_token / layout.experts if layout.experts else 0.0
-        outside = bits if self._precision in ("fp8", "nvfp4") else 16.0
-        return 8 * ((layout.weight_bytes - layout.expert_bytes) / outside + layout.expert_bytes * chosen / bits)
 
     def _weights(self, rows: int) -> float:
         # Bytes read. An expert is read where some row uses it; rows are taken as choosing independently.

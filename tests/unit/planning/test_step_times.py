@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.planning.step_times import (
     LIBRARY,
     SPECIFICATIONS,
@@ -17,6 +18,7 @@ from dflash_serve.planning.step_times import (
     quantization,
 )
 from tests.support.planned import planned_pair
+from tests.support.tiny import edit_json
 
 B200 = SPECIFICATIONS["b200"]
 
@@ -49,6 +51,17 @@ def test_more_rows_go_through_more_experts(tmp_path: Path) -> None:
     times = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), B200, Split())
     assert times.verify(1, 10, 1).total > 3 * times.verify(1, 1, 1).total
     assert times.verify(256, 2, 1).total < 1.2 * times.verify(256, 1, 1).total, "by then all of them are read"
+
+
+def test_int4_weights_are_read_faster_and_multiplied_as_often(tmp_path: Path) -> None:
+    plain = planned_pair(tmp_path)
+    edit_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "awq"}})
+    awq = replace(plain, layout=read_target_layout(tmp_path, plain.model))
+    few, many = (
+        [Roofline(pair, B200, Split()).verify(batch, 16, 1).total for pair in (plain, awq)] for batch in (1, 512)
+    )
+    assert few[1] < 0.6 * few[0]
+    assert many[1] == pytest.approx(many[0], rel=0.1)
 
 
 def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
