@@ -274,11 +274,7 @@ def _has(layer: Any, place: list[str]) -> bool:
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The user's cost table; None = not given.
-
-    Raises:
-        UserError: the file cannot be read or is not a cost table.
-    """
+    """The user's cost table; None = not given."""
     path = environment.get(COST_TABLE)
     if path is None:
         return None
@@ -293,11 +289,7 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
 
 
 def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
-    """The user's survival; None = not given.
-
-    Raises:
-        UserError: the text is not a survival.
-    """
+    """The user's survival; None = not given."""
     text = environment.get(SURVIVAL)
     if text is None:
         return None

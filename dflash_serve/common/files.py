@@ -103,11 +103,7 @@ def mend_folder(folder: Path) -> None:
 
 
 def require_writable(folder: Path, *, do: str = "name another --output") -> None:
-    """Makes a folder and checks that it can be written, before hours are spent on its contents.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written in it.
-    """
+    """Makes a folder and checks that it can be written, before hours are spent on its contents."""
     write_whole(folder / ".writable", "", do=do)
     (folder / ".writable").unlink()
 

@@ -80,11 +80,7 @@ class PlanQuestion:
         return self.deployment.hardware.count
 
     def splits(self) -> list[Split]:
-        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide.
-
-        Raises:
-            UserError: the one that was asked for does not.
-        """
+        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide."""
         parallel, layout = self.deployment.parallel, self.pair.layout
         if "tensor" in parallel.model_fields_set:
             raise_problems(list(self._split_problems(parallel.tensor)))
@@ -117,11 +113,7 @@ class PlanQuestion:
 
 
 def specification(gpu: str | None) -> Specification:
-    """The data sheet of a GPU.
-
-    Raises:
-        UserError: no GPU was named, or its data sheet is not known.
-    """
+    """The data sheet of a GPU."""
     have = ", ".join(SPECIFICATIONS)
     if gpu in SPECIFICATIONS:
         return SPECIFICATIONS[gpu]
@@ -134,9 +126,6 @@ def specification(gpu: str | None) -> Specification:
 def read_pair(deployment: Deployment) -> Pair:
     """Target and drafter from their configurations; no weights are read. Of known targets the operator tables' library
     has the configuration, for machines without a network.
-
-    Raises:
-        UserError: one cannot be had, or they do not fit.
     """
     model = deployment.target
     folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
@@ -203,11 +192,7 @@ def band(block_size: int) -> list[ExpectedAcceptance]:
 
 
 def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
-    """A published acceptance length of this target's own drafter.
-
-    Raises:
-        UserError: none was published; says which were.
-    """
+    """A published acceptance length of this target's own drafter."""
     presets = json.loads((files(__package__) / PRESETS).read_text(encoding="utf-8"))
     name = target.rstrip("/").rpartition("/")[2].lower()
     key = max((each for each in presets if name.startswith(each.lower())), key=len, default=None)
@@ -224,11 +209,7 @@ def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
 
 
 def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
-    """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
-
-    Raises:
-        UserError: it is no such report, has no such task, or tells no survival.
-    """
+    """Survival that `evaluate --output` or `bench` measured; slots beyond survive as the last measured one did."""
     where = f"--survival {path}"
     report = read_json(path)
     try:

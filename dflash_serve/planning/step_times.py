@@ -212,11 +212,7 @@ def tables_installed() -> bool:
 
 
 def library(*parts: str) -> Any:
-    """The library, or a module of it.
-
-    Raises:
-        UserError: it cannot be imported.
-    """
+    """The library, or a module of it."""
     return import_extra("plan", ".".join([LIBRARY, *parts]))
 
 
