@@ -17,10 +17,9 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Model
-from dflash_serve.planning import tables
 from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
-from dflash_serve.planning.step_times import Pair, Roofline, Split
+from dflash_serve.planning.step_times import Pair, Roofline, Split, Tables, library, shipped_configuration
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "plan-published.json"
@@ -34,7 +33,7 @@ def pair_of(name: str) -> Pair:
     row = DATA["targets"][name]
     depth, hidden, wide, heads, kv_heads, head_dim, features, vocabulary = row["drafter"]
     own = HERE / "plan" / row["model"]
-    folder = own if own.is_dir() else tables.shipped_configuration(row["model"])
+    folder = own if own.is_dir() else shipped_configuration(row["model"])
     assert folder is not None
     model = Model(model=row["model"])
     drafter = DrafterConfig(
@@ -46,10 +45,10 @@ def pair_of(name: str) -> Pair:
 
 
 @cache
-def times_of(name: str, gpu: str, engine: str, tensor: int = 1, *, by_hand: bool = False) -> tables.Tables | Roofline:
+def times_of(name: str, gpu: str, engine: str, tensor: int = 1, *, by_hand: bool = False) -> Tables | Roofline:
     """Step times of a pair on one GPU, or on several."""
     pair, on = pair_of(name), specification(gpu)
-    return Roofline(pair, on, Split(tensor)) if by_hand else tables.Tables(pair, on, Split(tensor), engine)
+    return Roofline(pair, on, Split(tensor)) if by_hand else Tables(pair, on, Split(tensor), engine)
 
 
 class Case(NamedTuple):
@@ -107,7 +106,7 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
     """gpt-oss-120b without speculation on B200s: step times by SGLang's tables against the points measured with
     TensorRT-LLM (prompts of 1,024 tokens, TP 1 to 8) that the library ships; raw, and with scale and step fitted.
     """
-    path = Path(tables.library().__file__).parent / "systems" / "silicon_sample.csv"
+    path = Path(library().__file__).parent / "systems" / "silicon_sample.csv"
     seen, cells = set(), []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):

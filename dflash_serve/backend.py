@@ -154,6 +154,12 @@ class Backend(Protocol):
 
     name: str
     facts: EngineFacts
+    releases: str  # Releases of its engine that were read and run
+
+    @property
+    def untried(self) -> Collection[str]:
+        """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
+        ...
 
     def check(self, deployment: Deployment) -> list[Problem]:
         """Problems that are found before anything is started.
@@ -163,6 +169,10 @@ class Backend(Protocol):
         """
         ...
 
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        """Reasons why it does not serve a drafter with such heads; none = it does."""
+        ...
+
 
 @dataclass(frozen=True)
 class Command:
@@ -170,6 +180,33 @@ class Command:
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)  # Set on top of the environment
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    """A file that `prepare` writes."""
+
+    name: str  # Below the folder
+    about: str
+    text: str | None = None  # None = weights, or a secret
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that the deployment leaves open, and the value that it gets."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A launch, as far as it is known before it."""
+
+    files: Sequence[PreparedFile] = ()
+    choices: Sequence[Choice] = ()
+    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
 
 
 @runtime_checkable
@@ -188,17 +225,8 @@ class ServerBackend(Backend, Protocol):
         """The engine's command line, for a folder that `prepare` has written."""
         ...
 
-
-@runtime_checkable
-class DraftingBackend(Backend, Protocol):
-    """A backend that says from a drafter's heads alone whether it serves it."""
-
-    releases: str  # Releases of its engine that were read and run
-    untried: Collection[str]
-    """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
-
-    def head_problems(self, heads: Heads) -> list[Problem]:
-        """Reasons why it does not serve such a drafter; none = it does."""
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        """Files that `prepare` would write, choices and notes; nothing is written."""
         ...
 
 
@@ -216,11 +244,7 @@ class InProcessBackend(Backend, Protocol):
     """An engine that runs in this process."""
 
     def engine(self, deployment: Deployment) -> Engine:
-        """Starts it.
-
-        Raises:
-            UserError: the deployment has problems.
-        """
+        """Starts it."""
         ...
 
 
@@ -330,11 +354,7 @@ def installed() -> list[str]:
 
 
 def backend(name: str) -> Backend:
-    """The installed backend of that name.
-
-    Raises:
-        UserError: there is none, or what it needs is not installed.
-    """
+    """The installed backend of that name."""
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
@@ -347,11 +367,7 @@ def backend(name: str) -> Backend:
 
 
 def server_backend(name: str) -> ServerBackend:
-    """The installed backend of that name, whose server we start.
-
-    Raises:
-        UserError: there is none, or only its engine's metrics are known.
-    """
+    """The installed backend of that name, whose server we start."""
     found = backend(name)
     if not isinstance(found, ServerBackend):
         what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"
@@ -360,32 +376,22 @@ def server_backend(name: str) -> ServerBackend:
 
 
 def embedded_backend() -> InProcessBackend:
-    """The backend that runs in this process.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The backend that runs in this process."""
     return cast(InProcessBackend, backend(EMBEDDED))
 
 
 def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment, str | None]:
     """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
 
-    A backend that says nothing about heads gets plain DFlash only.
-
     Raises:
         UserError: no published drafter of the target is known, or none that the backend serves.
     """
     if deployment.drafter is None or deployment.drafter.model != AUTO:
         return deployment, None
-
-    def serves(heads: Heads) -> bool:
-        return not (chosen.head_problems(heads) if isinstance(chosen, DraftingBackend) else heads.words)
-
     target = deployment.target.model
     if not drafters_of(target):
         raise unknown_target(target)
-    found = best_drafter(target, serves, chosen.untried if isinstance(chosen, DraftingBackend) else ())
+    found = best_drafter(target, lambda heads: not chosen.head_problems(heads), chosen.untried)
     if found is None:
         do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
         raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)

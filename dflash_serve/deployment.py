@@ -1,17 +1,31 @@
-"""Deployment: the frozen description of a server, with all defaults; and what variables beside it give."""
+"""Deployment: the frozen description of a server, with all defaults; how it is read, and variables beside it.
+
+Priority of settings: flag > environment variable > YAML > default.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, create_model
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from dflash_serve.common.documents import CONFIG, read_text
-from dflash_serve.common.settings import ENV_PREFIX, Frozen, PositiveInt, merged_settings
+from dflash_serve.common.documents import CONFIG, read_text, read_yaml
+from dflash_serve.common.settings import (
+    ENV_PREFIX,
+    NESTED,
+    Frozen,
+    PositiveInt,
+    describe,
+    fields_below,
+    first_mistake,
+    overlay,
+    refuse_misspelt,
+)
 from dflash_serve.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -213,15 +227,54 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     """
     if path is not None and path.is_dir():
         raise UserError("a folder, no deployment", where=str(path), do=f"give a deployment.yaml, or --target {path}")
-    return merged_settings(Deployment, path, flags or {}, start="target: {model: ...}", others=OTHER_VARIABLES)
+    refuse_misspelt(ENV_PREFIX, {*_variables(), *OTHER_VARIABLES}, "names no key of the deployment")
+    described = read_yaml(path) if path else {}
+    if not isinstance(described, dict):
+        raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
+    environment, given = _environment(), overlay({}, flags or {})
+    try:
+        return Deployment.model_validate(overlay(overlay(overlay({}, described), environment), given))
+    except ValidationError as error:
+        # The source of the first mistake: the layer of highest priority that has the key.
+        place = [str(part) for part in first_mistake(error)["loc"]]
+        where = str(path or "deployment")
+        if _has(given, place):
+            where = "command line"
+        elif _has(environment, place):
+            where = ENV_PREFIX + NESTED.join(place[:2]).upper()
+        raise UserError(describe(error, Deployment), where=where) from None
+
+
+def _environment() -> dict[str, Any]:
+    config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter=NESTED, extra="ignore")
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in Deployment.model_fields.items()}
+    lender = create_model("Environment", __base__=BaseSettings, **fields)
+    lender.model_config = SettingsConfigDict(**{**BaseSettings.model_config, **config})
+    found: dict[str, Any] = EnvSettingsSource(lender)()
+    return found
+
+
+def _variables() -> Iterator[str]:
+    for name, field in Deployment.model_fields.items():
+        yield name.upper()
+        below = fields_below(field)
+        yield from (f"{name}{NESTED}{key}".upper() for key in below or ())
+        if below is None and "dict" in str(field.annotation):
+            yield f"{name}{NESTED}".upper()
+
+
+def _has(layer: Any, place: list[str]) -> bool:
+    for part in place:
+        if not isinstance(layer, Mapping):
+            return True
+        if part not in layer:
+            return False
+        layer = layer[part]
+    return True
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The user's cost table; None = not given.
-
-    Raises:
-        UserError: the file cannot be read or is not a cost table.
-    """
+    """The user's cost table; None = not given."""
     path = environment.get(COST_TABLE)
     if path is None:
         return None
@@ -236,11 +289,7 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
 
 
 def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
-    """The user's survival; None = not given.
-
-    Raises:
-        UserError: the text is not a survival.
-    """
+    """The user's survival; None = not given."""
     text = environment.get(SURVIVAL)
     if text is None:
         return None

@@ -1,4 +1,8 @@
-"""Errors and problems for users: each is one line that says what is wrong, where, and what to do."""
+"""Errors and problems for users: each is one line that says what is wrong, where, and what to do.
+
+Whatever takes a user's name, file or setting raises `UserError` where that cannot be read or honoured. Docstrings list
+the errors that do not follow from this.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +89,7 @@ def first_line(error: Exception) -> str:
 
 
 def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
-    """Raises the first of the problems, if there are any.
-
-    Raises:
-        UserError: the first problem, with the number of others and `hint`: the way to see them all.
-    """
+    """Raises the first of the problems, if there are any."""
     if not problems:
         return
     first = problems[0]

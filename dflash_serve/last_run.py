@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from dflash_serve.checkpoint.source import recorded_survival
-from dflash_serve.common.documents import read_json
-from dflash_serve.common.files import cache_home, read_record, write_whole
+from dflash_serve.checkpoint.source import read_survival, recorded_survival
+from dflash_serve.common.files import cache_home, write_whole
+from dflash_serve.common.store import read_record
 from dflash_serve.deployment import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
@@ -48,11 +48,7 @@ class LastRun:
 
     def survival(self) -> list[float] | None:
         """Survival of slots 1, 2, ... in earlier runs; None = no record."""
-        try:
-            shares = [float(share) for share in read_json(self.path)]
-        except (UserError, ValueError, TypeError):
-            return None
-        return shares if shares and all(0 <= share <= 1 for share in shares) else None
+        return read_survival(self.path)
 
     def costs(self) -> LearntCosts | None:
         """Corrections of the initial step costs from earlier runs; None = no record."""
@@ -77,9 +73,6 @@ class KeptWidth(AutoWidth):
         run: the record of this drafter and target.
         allowed_widths, believed: as for `AutoWidth`.
         learnt: corrections of an estimated `cost`; this run's are recorded too. None = `cost` was measured at start.
-
-    Raises:
-        UserError: DFLASH_SERVE_SURVIVAL is not a survival.
     """
 
     def __init__(

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import yaml
 
-from dflash_serve.backend import Command, EngineFacts, ServerBackend
+from dflash_serve.backend import Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
@@ -40,46 +40,6 @@ KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 HINT = "`dflash-serve serve --dry-run` shows all"
 
 
-@dataclass(frozen=True)
-class PreparedFile:
-    """A file that `prepare` writes."""
-
-    name: str  # Below the folder
-    about: str
-    text: str | None = None  # None = weights, or a secret
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting that the deployment leaves open, and the value that it gets."""
-
-    key: str
-    value: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Preview:
-    """A launch, as far as it is known before it."""
-
-    files: Sequence[PreparedFile] = ()
-    choices: Sequence[Choice] = ()
-    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
-
-
-@runtime_checkable
-class PreviewingBackend(ServerBackend, Protocol):
-    """A backend that tells beforehand what it writes and chooses; another one shows its command and problems only."""
-
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written.
-
-        Raises:
-            UserError: target or drafter cannot be found or read at all.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A deployment on its way to a server. This one lets the backend read the models anew at every step."""
@@ -93,11 +53,7 @@ class Launch:
         return self.adapter.check(self.deployment)
 
     def prepare(self, folder: Path) -> None:
-        """Writes into `folder` the files that the engine reads.
-
-        Raises:
-            UserError: the deployment has problems, or a checkpoint cannot be read.
-        """
+        """Writes into `folder` the files that the engine reads."""
         self.adapter.prepare(self.deployment, folder)
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
@@ -106,16 +62,11 @@ class Launch:
 
     def preview(self, folder: Path) -> Preview:
         """Files that `prepare` would write, choices and notes; nothing is written."""
-        found = self.adapter
-        return found.preview(self.deployment, folder) if isinstance(found, PreviewingBackend) else Preview()
+        return self.adapter.preview(self.deployment, folder)
 
 
 def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
-    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again.
-
-    Raises:
-        UserError: target or drafter cannot be found or read at all.
-    """
+    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again."""
     if isinstance(backend, ServerAdapter):
         plan: Launch = backend.resolve(deployment)
         return plan
@@ -275,11 +226,7 @@ class ServerAdapter(ABC, Generic[Plan]):
     logging_variable: str = ""  # Environment variable that names the log configuration
 
     def resolve(self, deployment: Deployment) -> Plan:
-        """The plan of a deployment; reads config.json files and safetensors headers, once.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
+        """The plan of a deployment; reads config.json files and safetensors headers, once."""
         checkpoint = None
         if uses_drafter(deployment) and deployment.drafter is not None:
             checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
@@ -351,11 +298,7 @@ class ServerAdapter(ABC, Generic[Plan]):
             yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
 
     def write_draft(self, plan: Plan, folder: Path) -> None:
-        """Writes the drafter, whole or not at all.
-
-        Raises:
-            UserError: the checkpoint has problems, or something that is no drafter stands there.
-        """
+        """Writes the drafter, whole or not at all."""
         assert plan.checkpoint is not None
         assert plan.drafter is not None
         form = self.draft_form(plan.drafter, plan.deployment.target.model)
@@ -398,9 +341,6 @@ def running_server(
         folder: for the files that the server reads, and its log, `server.log`.
         env: added to the environments of this process and of the backend.
         patience: seconds until the server must be ready.
-
-    Raises:
-        UserError: the server cannot be started, ends by itself, or is not ready in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Only our own clients use the server, so it needs no key.

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_serve.backend import Command
+from dflash_serve.backend import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.deployment import Gpu
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import DRAFT, SECRETS, Choice, DraftForm, ServerAdapter
+from dflash_serve.server_adapter import DRAFT, SECRETS, DraftForm, ServerAdapter
 
 from .checks import problems
 from .engine_arguments import PARSERS, argument_table

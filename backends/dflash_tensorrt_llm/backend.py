@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from dflash_serve.backend import Command
+from dflash_serve.backend import Choice, Command, PreparedFile
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE, load_object
 from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
@@ -19,7 +19,7 @@ from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment import COST_TABLE, GIB, Deployment
 from dflash_serve.errors import Problem, UserError, raise_problems
-from dflash_serve.server_adapter import DRAFT, Choice, DraftForm, PreparedFile, ServerAdapter
+from dflash_serve.server_adapter import DRAFT, DraftForm, ServerAdapter
 
 from .checks import problems, unserved_heads
 from .engine_arguments import HARMONY, config_fields, merged, named_parsers, serving_options

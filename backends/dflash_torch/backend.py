@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Engine, LookingBackend, Prompt
+from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.checkpoint.reader import read_drafter
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
@@ -20,7 +20,6 @@ from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
-from dflash_serve.server_adapter import PreparedFile, Preview
 from dflash_serve.speculation.params import SamplingParams
 
 from .facts import FACTS, SETTINGS_PREFIX
@@ -69,8 +68,8 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         problems += _target_problems(target.model_copy(update={"model": str(source)}))
         if drafter is None:
             return problems
-        config, quantization = read_drafter(drafter.model, drafter.revision)
-        problems += plain_only(quantization, "the embedded backend", "drafter.model")
+        config, checkpoint = read_config(drafter.model, drafter.revision)
+        problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
         return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
 
     def head_problems(self, heads: Heads) -> list[Problem]:

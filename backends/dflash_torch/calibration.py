@@ -26,8 +26,9 @@ from torch import nn
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
-from dflash_serve.common.files import cache_home, keep_record, read_record
+from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor, versions
+from dflash_serve.common.store import keep_record, read_record
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.drafter import Drafter

@@ -11,6 +11,7 @@ from time import sleep
 
 from pydantic import ValidationError
 
+from dflash_serve.backend import Choice
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
@@ -20,7 +21,6 @@ from dflash_serve.deployment import GIB, Deployment
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
 from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import Choice
 
 from .facts import SETTINGS_PREFIX
 from .server.settings import ServerSettings

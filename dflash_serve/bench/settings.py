@@ -9,7 +9,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
-from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
+from dflash_serve.common.documents import read_recipe_file
+from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs

@@ -87,6 +87,7 @@ class Heads(Frozen):
 
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
 BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
 BF16 = 2  # bytes of a number in bfloat16
 
 
@@ -166,22 +167,8 @@ class DrafterConfig(Heads, TransformerConfig):
 
     @model_validator(mode="after")
     def _is_possible(self) -> DrafterConfig:
-        if self.mask_token_id is None and not self.has_mask_embedding:
-            raise ValueError("neither mask_token_id nor a mask embedding is given: masked slots would have no input")
-        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
-            raise ValueError(
-                f"target_layer_ids {list(self.target_layer_ids)} name layer {max(self.target_layer_ids)}, but the "
-                f"target has layers 0..{self.num_target_layers - 1} (ids are 0-based layer outputs)"
-            )
-        for what in impossible_heads(self):
-            raise ValueError(what)
+        for contradiction in _contradictions(self):
+            raise ValueError(contradiction)
         return self
 
     @property
@@ -194,8 +181,17 @@ class DrafterConfig(Heads, TransformerConfig):
         return (block_size or self.block_size) - 1 + self.first_row
 
 
-def impossible_heads(config: DrafterConfig) -> Iterator[str]:
-    """Contradictions between the heads of a drafter, in words."""
+def _contradictions(config: DrafterConfig) -> Iterator[str]:
+    heads, kv_heads, depth = config.num_attention_heads, config.num_key_value_heads, config.num_target_layers
+    if config.mask_token_id is None and not config.has_mask_embedding:
+        yield "neither mask_token_id nor a mask embedding is given: masked slots would have no input"
+    if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+        yield f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
+    if heads % kv_heads:
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+    if depth is not None and max(config.target_layer_ids) >= depth:
+        what = f"target_layer_ids {list(config.target_layer_ids)} name layer {max(config.target_layer_ids)}"
+        yield f"{what}, but the target has layers 0..{depth - 1} (ids are 0-based layer outputs)"
     if config.draft_vocabulary is not None and config.draft_vocabulary >= config.vocab_size:
         yield f"a draft vocabulary of {config.draft_vocabulary} tokens is no part of the target's {config.vocab_size}"
     if config.selector is not None and config.markov is not None:
@@ -233,10 +229,35 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
+TensorShapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def layer_tensors(
+    config: TransformerConfig, layer: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool, qk_norm: bool
+) -> TensorShapes:
+    """(name, shape) of every tensor in one decoder layer, whose name is `layer`; Hugging Face's names."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    attention = [
+        ("q_proj", query, hidden, qkv_bias),
+        ("k_proj", kv, hidden, qkv_bias),
+        ("v_proj", kv, hidden, qkv_bias),
+    ]
+    mlp = [("gate_proj", inner, hidden, mlp_bias), ("up_proj", inner, hidden, mlp_bias)]
+    mlp += [("down_proj", hidden, inner, mlp_bias)]
+    for part, products in (("self_attn", [*attention, ("o_proj", hidden, query, o_bias)]), ("mlp", mlp)):
+        for name, outputs, inputs, has_bias in products:
+            yield f"{layer}.{part}.{name}.weight", (outputs, inputs)
+            if has_bias:
+                yield f"{layer}.{part}.{name}.bias", (outputs,)
+        if qk_norm and part == "self_attn":
+            yield from ((f"{layer}.self_attn.{name}.weight", (head,)) for name in ("q_norm", "k_norm"))
+    yield from ((f"{layer}.{name}.weight", (hidden,)) for name in ("input_layernorm", "post_attention_layernorm"))
+
+
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding or heads."""
-    hidden, head = config.hidden_size, config.head_dim
-    kv = config.num_key_value_heads * head
+    hidden, bias = config.hidden_size, config.attention_bias
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size),
         "hidden_norm.weight": (hidden,),
@@ -245,21 +266,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     if config.has_mask_embedding:
         shapes["mask_embedding"] = (hidden,)
     for index in range(config.num_layers):
-        layer = f"layers.{index}."
-        for name, out in (("q_proj", config.num_attention_heads * head), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{layer}self_attn.{name}.weight"] = (out, hidden)
-            if config.attention_bias:
-                shapes[f"{layer}self_attn.{name}.bias"] = (out,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, config.num_attention_heads * head)
-        if config.attention_bias:
-            shapes[f"{layer}self_attn.o_proj.bias"] = (hidden,)
-        for name in ("q_norm", "k_norm"):
-            shapes[f"{layer}self_attn.{name}.weight"] = (head,)
-        for name in ("gate_proj", "up_proj"):
-            shapes[f"{layer}mlp.{name}.weight"] = (config.intermediate_size, hidden)
-        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, config.intermediate_size)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{layer}{name}.weight"] = (hidden,)
+        layer = f"layers.{index}"
+        shapes |= dict(layer_tensors(config, layer, qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True))
     return shapes | _head_tensors(config)
 
 

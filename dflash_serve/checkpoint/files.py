@@ -63,11 +63,7 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
 
 
 def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
-    """The object in a JSON file, or an error; `kind` as for `read_object`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The object in a JSON file, or an error; `kind` as for `read_object`."""
     problems: list[Problem] = []
     found = read_object(path, problems, kind=kind)
     raise_problems(problems)
@@ -207,11 +203,7 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`.
-
-    Raises:
-        UserError: the manifest cannot be read.
-    """
+    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -222,11 +214,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def verify(folder: Path) -> list[Problem]:
-    """Problems of the files that differ from the folder's manifest; [] for a folder without one.
-
-    Raises:
-        UserError: the manifest cannot be read.
-    """
+    """Problems of the files that differ from the folder's manifest; [] for a folder without one."""
     manifest = read_manifest(folder)
     return [] if manifest is None else list(_differences(folder, manifest))
 

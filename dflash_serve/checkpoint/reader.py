@@ -69,11 +69,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
-    """Reads config.json and the safetensors headers and collects every problem; reads no weights.
-
-    Raises:
-        UserError: neither a folder nor an id that can be fetched.
-    """
+    """Reads config.json and the safetensors headers and collects every problem; reads no weights."""
     weight_problems: list[Problem] = []
     checkpoint = _describe(drafter_folder(folder_or_id, revision), weight_problems)
     checkpoint.problems += weight_problems
@@ -174,28 +170,8 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
     return checkpoint
 
 
-def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, str]:
-    """The neutral description of a drafter, quantised or not, and its dialect's name; needs no weights.
-
-    Raises:
-        UserError: config.json is absent, broken, of an unknown dialect, or describes an unsupported drafter.
-    """
-    config, checkpoint = _read(folder_or_id, revision)
-    assert checkpoint.dialect is not None
-    return config, checkpoint.dialect.name
-
-
-def read_drafter(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Quantization | None]:
-    """The neutral description of a drafter and its quantisation (None = not quantised); needs no weights.
-
-    Raises:
-        UserError: as `read_config`.
-    """
-    config, checkpoint = _read(folder_or_id, revision)
-    return config, checkpoint.quantization
-
-
-def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, Checkpoint]:
+def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Checkpoint]:
+    """The neutral description of a drafter, quantised or not, and its checkpoint without `pieces`; needs no weights."""
     checkpoint = _describe(drafter_folder(folder_or_id, revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
@@ -225,7 +201,7 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
             with safe_open(file, framework="pt") as opened:
                 for name, piece in checkpoint.pieces.items():
                     if piece.file == file:
-                        tensor = _cut(opened.get_tensor(piece.stored_name), piece)
+                        tensor = piece.of(opened.get_tensor(piece.stored_name))
                         unusable = finite_problem(name, tensor, file, "download the drafter again, or train it again")
                         problems += [unusable] if unusable else []
                         if name == D2T:
@@ -247,10 +223,6 @@ def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) ->
         with safe_open(header.file, framework="pt") as opened:
             found += mask_problems(d2t, opened.get_tensor(T2D), checkpoint.folder)
     problems += found
-
-
-def _cut(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor if piece.rows is None else tensor[piece.rows]
 
 
 def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | None:
@@ -275,11 +247,7 @@ def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:
-    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales.
-
-    Raises:
-        UserError: the checkpoint has problems.
-    """
+    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales."""
     checkpoint = open_checkpoint(folder_or_id, revision)
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
@@ -308,7 +276,7 @@ def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format
     problems: list[Problem] = []
     pieces = match_tensors(headers, config, problems, where=where, format=format)
     raise_problems(problems)
-    return _with_scales({name: _cut(stored[piece.stored_name], piece) for name, piece in pieces.items()}, format)
+    return _with_scales({name: piece.of(stored[piece.stored_name]) for name, piece in pieces.items()}, format)
 
 
 def _dtype_name(tensor: Tensor) -> str:  # of safetensors

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 from dflash_serve.common.documents import read_json
@@ -36,20 +38,12 @@ def target_source(name: str) -> str | Path:
 
 
 def drafter_folder(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a drafter, fetched if necessary.
-
-    Raises:
-        UserError: neither an alias, a folder nor an id that can be fetched.
-    """
+    """The local folder of a drafter, fetched if necessary."""
     return local_folder(drafter_source(name), revision)
 
 
 def target_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a target, fetched or converted first if necessary.
-
-    Raises:
-        UserError: neither an alias, a folder nor an id that can be fetched.
-    """
+    """The local folder of a target, fetched or converted first if necessary."""
     return local_folder(target_source(name), revision, files=TARGET_FILES)
 
 
@@ -60,9 +54,6 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         folder_or_id: a folder, or `owner/name` on the Hugging Face hub.
         revision: commit, branch or tag of the hub repository; hub checkpoints are replaced in place, so pin a commit.
         files: patterns of the files to fetch; None = all configuration and weights.
-
-    Raises:
-        UserError: neither a folder nor an id that can be fetched.
     """
     name, path = str(folder_or_id), Path(folder_or_id)
     if path.is_dir():
@@ -162,9 +153,13 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def recorded_survival(folder: Path) -> list[float] | None:
     """Survival of slots 1..B-1 measured when the drafter was trained (`provenance.json`); None if not recorded."""
+    return read_survival(folder / PROVENANCE, "validation", "survival")
+
+
+def read_survival(path: Path, *keys: str) -> list[float] | None:
+    """Survival of slots 1, 2, ... below these keys of a JSON file; None if there is none."""
     try:
-        survival = read_json(folder / PROVENANCE)["validation"]["survival"]
-        shares = [float(share) for share in survival]
+        shares = [float(share) for share in reduce(getitem, keys, read_json(path))]
     except (UserError, ValueError, KeyError, TypeError):
         return None
     return shares if shares and all(0 <= share <= 1 for share in shares) else None

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dflash_serve.checkpoint.config import FULL, SLIDING
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.deployment import Model, Quantization
@@ -28,9 +29,7 @@ EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "mlp", "moe")
 """Prefixes of names in `layer_types` for layers without keys and values."""
-FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Layer type -> key of its window."""
+WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}  # Layer type -> key of its window
 KINDS = ("layer_types", "layers_block_type", "attn_type_list")
 FULL_LAYERS = ("attn_layer_indices", "full_attn_idxs")
 """Keys with the type of every layer, and with the indices of those of full attention."""
@@ -67,11 +66,7 @@ class TargetShape:
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
-    """A target's sizes from its config.json, the only file that is fetched for a hub id.
-
-    Raises:
-        UserError: no such target, or a config.json without these sizes.
-    """
+    """A target's sizes from its config.json, the only file that is fetched for a hub id."""
     folder = local_folder(folder_or_id, revision, files=["config.json"])
     return _shape(load_object(folder / "config.json", kind="target"), folder, str(folder_or_id))
 
@@ -114,11 +109,7 @@ def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
-    """A positive whole number of the config.json in `folder`.
-
-    Raises:
-        UserError: it is absent or something else.
-    """
+    """A positive whole number of the config.json in `folder`."""
     value = fields.get(key)
     if type(value) is int and value > 0:
         return value
@@ -148,6 +139,7 @@ class TargetLayout:
     experts: int  # 0 = dense
     experts_per_token: int  # experts that process one token
     expert_bytes: int  # bytes of the experts among `weight_bytes`
+    active_parameters: int  # parameters that one token is multiplied with, the embedding counted
     native_quantization: str | None
     """Format of the checkpoint's weights: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
     head_is_quantized: bool  # lm_head is NVFP4 too
@@ -165,27 +157,19 @@ class TargetLayout:
 
 
 def target_configuration(model: Model) -> Path:
-    """The folder of the target's configuration, which is fetched for a hub id.
-
-    Raises:
-        UserError: no such target.
-    """
+    """The folder of the target's configuration, which is fetched for a hub id."""
     return local_folder(model.model, model.revision, files=["config.json", QUANT_CONFIG, GENERATION_CONFIG])
 
 
 def read_target_layout(folder: Path, model: Model) -> TargetLayout:
-    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation.
-
-    Raises:
-        UserError: no config.json, or one without a language model's sizes.
-    """
+    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation."""
     raw = load_object(folder / "config.json", kind="target")
     named = raw.get("architectures")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)
     recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = native_format(recipe)
-    weight_bytes, expert_bytes = _weights(inner, model.quantization, native)
+    weight_bytes, expert_bytes, active_parameters = _weights(inner, model.quantization, native)
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
@@ -196,6 +180,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         experts=_first(inner, EXPERTS),
         experts_per_token=_first(inner, CHOSEN),
         expert_bytes=expert_bytes,
+        active_parameters=active_parameters,
         native_quantization=native,
         head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
         weight_bytes=weight_bytes,
@@ -303,8 +288,8 @@ def _head_dim(inner: Mapping[str, object]) -> int:
     return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
 
 
-def _weights(inner: Mapping[str, object], asked: Quantization, native: str | None) -> tuple[int, int]:
-    """Bytes of all weights, and of the routed experts among them."""
+def _weights(inner: Mapping[str, object], asked: Quantization, native: str | None) -> tuple[int, int, int]:
+    """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with."""
     inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if {"fp8", "nvfp4"} & {asked, native} else 16.0
@@ -314,9 +299,10 @@ def _weights(inner: Mapping[str, object], asked: Quantization, native: str | Non
     wide = _size(inner, "intermediate_size")
     # Three matrices for each MLP or expert.
     one_of_each = 3 * hidden * _size(inner, "moe_intermediate_size", wide) * (layers - dense)
-    mlp = 3 * hidden * wide * dense + one_of_each * (experts + _size(inner, "n_shared_experts"))
-    whole = mlp * inside + layers * _attention(inner, hidden) * outside + ends * 16
-    return int(whole / 8), int(one_of_each * experts * inside / 8)
+    mlp = 3 * hidden * wide * dense + one_of_each * _size(inner, "n_shared_experts")
+    attention, routed = layers * _attention(inner, hidden), one_of_each * experts
+    whole = (mlp + routed) * inside + attention * outside + ends * 16
+    return int(whole / 8), int(routed * inside / 8), mlp + one_of_each * _first(inner, CHOSEN) + attention + ends
 
 
 def _attention(inner: Mapping[str, object], hidden: int) -> int:

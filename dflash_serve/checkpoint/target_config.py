@@ -13,8 +13,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_serve.checkpoint.config import AttentionKind, TransformerConfig
-from dflash_serve.checkpoint.dialects.keys import FULL, QWEN3_HEAD_DIM, SLIDING, TRANSFORMER_KEYS, read_rope
+from dflash_serve.checkpoint.config import (
+    FULL,
+    SLIDING,
+    AttentionKind,
+    TensorShapes,
+    TransformerConfig,
+    layer_tensors,
+)
+from dflash_serve.checkpoint.dialects.keys import QWEN3_HEAD_DIM, TRANSFORMER_KEYS, read_rope
 from dflash_serve.checkpoint.files import Header, load_object, read_headers, same_data
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.target import (
@@ -215,9 +222,6 @@ def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[P
 
     Args:
         headers: of its files; empty if they are not fetched yet.
-
-    Raises:
-        UserError: one of the two files is no JSON object.
     """
     recipe = read_recipe(load_object(folder / "config.json", kind="target"), folder)
     signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))
@@ -270,25 +274,12 @@ def _misfits(headers: Mapping[str, Header], config: TargetConfig, folder: Path) 
             yield Problem(f"{what}, and would not be read", str(header.file), ONE_TARGET)
 
 
-def _wanted(config: TargetConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _wanted(config: TargetConfig) -> TensorShapes:
     """(name, shape) of every tensor that is read, in Hugging Face's names."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    products = {
-        **{"self_attn.q_proj": (q, hidden, config.qkv_bias), "self_attn.k_proj": (kv, hidden, config.qkv_bias)},
-        **{"self_attn.v_proj": (kv, hidden, config.qkv_bias), "self_attn.o_proj": (hidden, q, config.o_bias)},
-        **{"mlp.gate_proj": (inner, hidden, config.mlp_bias), "mlp.up_proj": (inner, hidden, config.mlp_bias)},
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim} if config.qk_norm else {}
-    yield EMBEDDING, (config.vocab_size, hidden)
-    for layer in (f"model.layers.{index}" for index in range(config.num_layers)):
-        for module, (outputs, inputs, has_bias) in products.items():
-            yield f"{layer}.{module}.weight", (outputs, inputs)
-            if has_bias:
-                yield f"{layer}.{module}.bias", (outputs,)
-        yield from ((f"{layer}.{module}.weight", (size,)) for module, size in norms.items())
-    yield "model.norm.weight", (hidden,)
+    yield EMBEDDING, (config.vocab_size, config.hidden_size)
+    options = config.model_dump(include={"qkv_bias", "o_bias", "mlp_bias", "qk_norm"})
+    for index in range(config.num_layers):
+        yield from layer_tensors(config, f"model.layers.{index}", **options)
+    yield "model.norm.weight", (config.hidden_size,)
     if not config.tie_word_embeddings:
-        yield HEAD, (config.vocab_size, hidden)
+        yield HEAD, (config.vocab_size, config.hidden_size)

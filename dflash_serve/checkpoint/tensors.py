@@ -20,6 +20,8 @@ from dflash_serve.checkpoint.files import IN_CONFIG, MANIFEST, QUANT_CONFIG, Hea
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dflash_serve.checkpoint.formats import Format
 
 
@@ -71,6 +73,9 @@ class Piece:
     file: Path
     stored_name: str
     rows: slice | None = None
+
+    def of(self, stored: Tensor) -> Tensor:
+        return stored if self.rows is None else stored[self.rows]
 
 
 def match_tensors(

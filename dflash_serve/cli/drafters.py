@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dflash_serve.backend import DraftingBackend, backend, installed
+from dflash_serve.backend import Backend, backend, installed
 from dflash_serve.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
@@ -72,7 +72,7 @@ def drafters(
     found = list(catalogue().drafters) if target is None else drafters_of(target)
     if not found and target is not None:
         raise unknown_target(target)
-    backends = [served for served in map(backend, installed()) if isinstance(served, DraftingBackend)]
+    backends = [backend(name) for name in installed()]
     rows = [(one, _verdicts(one, backends)) for one in found]
     if as_json:
         releases = {backend.name: backend.releases for backend in backends}
@@ -210,7 +210,7 @@ def train(
         raise typer.Exit(130)  # as after any other interruption
 
 
-def _verdicts(drafter: CataloguedDrafter, backends: list[DraftingBackend]) -> Verdicts:
+def _verdicts(drafter: CataloguedDrafter, backends: list[Backend]) -> Verdicts:
     if drafter.unsupported is not None:
         return {backend.name: drafter.unsupported for backend in backends}
     found = {backend.name: backend.head_problems(drafter.heads) for backend in backends}

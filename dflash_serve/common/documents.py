@@ -7,6 +7,8 @@ Each is one `UserError`, and what is returned can be walked, compared and printe
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +28,12 @@ class DocumentLimits(NamedTuple):
 
 TEXT = DocumentLimits(2**20, 20_000)
 """Files that a person writes: deployments, recipes. PyYAML reads some 10,000 values a second."""
-CONFIG = DocumentLimits(16 * 2**20, 500_000)
-"""config.json: a quantised one may list every module."""
+CONFIG = DocumentLimits(16 * 2**20, 500_000)  # config.json: a quantised one may list every module
 DATA = DocumentLimits(100_000_000, 20_000_000)
 """Headers and indices of weights (the limit of the safetensors library), reports."""
 LARGEST_INTEGER = 2**128
 """transformers writes 10^30, which has 100 bits, as `model_max_length` where a tokenizer has no limit."""
+VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")  # ${NAME} or ${NAME:-default} in a recipe
 
 
 def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> bytes:
@@ -91,6 +93,33 @@ def read_yaml(path: Path, limits: DocumentLimits = TEXT) -> object:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def read_recipe_file(path: Path) -> object:
+    """The contents of a recipe, with environment variables for ${NAME}, which must be set, and ${NAME:-default}.
+
+    Values are inserted after parsing, so that they cannot change the structure; an empty one counts as not given.
+
+    Raises:
+        UserError: it cannot be read, is not YAML, or names a variable that is not set.
+    """
+
+    def variable(found: re.Match[str]) -> str:
+        name, has_default, default = found.groups()
+        if name not in os.environ and not has_default:
+            raise UserError(f"${{{name}}} is not set", where=str(path), do=f"export {name}=...")
+        return os.environ.get(name) or default or ""
+
+    def fill(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: fill(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [fill(inner) for inner in value]
+        if isinstance(value, str) and VARIABLE.search(value):
+            return VARIABLE.sub(variable, value) or None
+        return value
+
+    return fill(read_yaml(path))
 
 
 class _Loader(yaml.SafeLoader):

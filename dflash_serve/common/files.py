@@ -1,9 +1,8 @@
-"""Files and folders written whole or not at all, checksums, and records in the cache folder."""
+"""Files and folders written whole or not at all, and checksums."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -11,15 +10,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
-
-from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.errors import UserError
-
-log = logging.getLogger(__name__)
-Record = TypeVar("Record", bound=BaseModel)
 
 
 def cache_home() -> Path:
@@ -110,28 +102,8 @@ def mend_folder(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """Reads a record of earlier measurements; None if it is missing or unreadable."""
-    try:
-        return kind.model_validate_json(read_bytes(path, DATA))
-    except (UserError, ValidationError):
-        return None
-
-
-def keep_record(path: Path, record: BaseModel, otherwise: str) -> None:
-    """Writes a record. A failure is only logged, after `otherwise`, which says what follows from it."""
-    try:
-        write_whole(path, record.model_dump_json(indent=1))
-    except UserError as error:
-        log.warning("%s: %s", otherwise, error)
-
-
 def require_writable(folder: Path, *, do: str = "name another --output") -> None:
-    """Makes a folder and checks that it can be written, before hours are spent on its contents.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written in it.
-    """
+    """Makes a folder and checks that it can be written, before hours are spent on its contents."""
     write_whole(folder / ".writable", "", do=do)
     (folder / ".writable").unlink()
 

@@ -5,24 +5,31 @@ key a command starts anew and says which settings differ; the old results stay.
 
 * `Store`: JSON values, one a line, in an append-only file. A kill can cut the last line only, and that line is dropped.
 * `ResultFolders`: folders named NAME-KEY, written beside and renamed, so that a name means a whole result.
+* `read_record` and `keep_record`: one measurement in a file of the cache folder, whose name has the key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dflash_serve.common.files import mend_folder, whole_folder
+from pydantic import BaseModel, ValidationError
+
+from dflash_serve.common.documents import DATA, read_bytes
+from dflash_serve.common.files import mend_folder, whole_folder, write_whole
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.errors import UserError
 
+log = logging.getLogger(__name__)
+Record = TypeVar("Record", bound=BaseModel)
 FIRST = '{"key": "'  # Beginning of a store's file
 KEY_LENGTH = 12  # Hexadecimal digits of a key in a folder's name: 48 bits
 
@@ -188,6 +195,22 @@ class ResultFolders:
         """Removes the scratch folders of writers that were killed."""
         for folder in filter(Path.is_dir, self.root.glob(".*")):
             shutil.rmtree(folder)
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """Reads a record of earlier measurements; None if it is missing or unreadable."""
+    try:
+        return kind.model_validate_json(read_bytes(path, DATA))
+    except (UserError, ValidationError):
+        return None
+
+
+def keep_record(path: Path, record: BaseModel, otherwise: str) -> None:
+    """Writes a record. A failure is only logged, after `otherwise`, which says what follows from it."""
+    try:
+        write_whole(path, record.model_dump_json(indent=1))
+    except UserError as error:
+        log.warning("%s: %s", otherwise, error)
 
 
 def _differences(mine: Mapping[str, Any], kept: Mapping[str, Any], above: str) -> Iterator[str]:

@@ -20,22 +20,20 @@ from dflash_serve.common.settings import overlay
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
-from dflash_serve.planning.question import Objective, PlanQuestion, step_times_of
+from dflash_serve.planning.question import Objective, PlanQuestion
 from dflash_serve.planning.step_times import Split
 
 JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
 OFF, AUTO = "off", "auto"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
-ALIKE = 0.99
-"""`auto` is preferred up to this share of the best throughput: it follows the load."""
+ALIKE = 0.99  # `auto` is preferred up to this share of the best throughput: it follows the load
 ROOFLINE_ERROR = 0.3
 """Mean relative error where the roofline prices, with constants that were fitted with the tables (plan-published.json:
 28 % of plain tokens/s, 16 % of speed-ups).
 """
 
-Curves = dict[str, list[OperatingPoint]]
-"""Variant -> points, split after split, by rising batch."""
+Curves = dict[str, list[OperatingPoint]]  # Variant -> points, split after split, by rising batch
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,11 @@ class Plan:
     """The answer to a question, derived from all points that were priced."""
 
     question: PlanQuestion
-    can_follow: bool
-    """True where the engine can run `width: auto`."""
+    can_follow: bool  # True where the engine can run `width: auto`
     predictors: dict[Split, Predictor]
-    room: dict[Split, int]
-    """Requests whose K/V fits, by split."""
+    room: dict[Split, int]  # Requests whose K/V fits, by split
     notes: list[str]
-    curves: list[Curves]
-    """For each acceptance of the question."""
+    curves: list[Curves]  # For each acceptance of the question
 
     @cached_property
     def known(self) -> Curves:
@@ -276,7 +271,7 @@ def make_plan(question: PlanQuestion) -> Plan:
     room: dict[Split, int] = {}
     notes: dict[str, None] = {}
     for split in question.splits():
-        times, why = step_times_of(question, split)
+        times, why = question.step_times(split)
         if why:
             notes[why] = None
         longest = question.load.isl + question.load.osl
@@ -434,11 +429,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """Writes every file, each whole or not at all, and returns their paths.
-
-    Raises:
-        UserError: one cannot be written.
-    """
+    """Writes every file, each whole or not at all, and returns their paths."""
     costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, _widths(plan.question.block_size))
     contents = {
         JSON: json.dumps(as_json(plan), indent=1, ensure_ascii=False) + "\n",

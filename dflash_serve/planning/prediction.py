@@ -27,12 +27,9 @@ from dflash_serve.planning.step_times import Milliseconds, Split, StepTimes
 from dflash_serve.speculation.allocation import choose_widths
 from dflash_serve.speculation.costs import CostModel
 
-WHOLE = Split()
-"""A copy on one GPU."""
-MANY = 4
-"""Prompts of the larger prefill; between one and so many it is taken as linear, and beyond."""
-LEAST = 1e-6
-"""Milliseconds of a draft at least: a cost table takes no zero."""
+WHOLE = Split()  # A copy on one GPU
+MANY = 4  # Prompts of the larger prefill; between one and so many it is taken as linear, and beyond
+LEAST = 1e-6  # Milliseconds of a draft at least: a cost table takes no zero
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,8 @@ class ExpectedAcceptance:
 class Load:
     """Mean lengths of requests, in tokens."""
 
-    isl: int
-    """Prompt."""
-    osl: int
-    """Answer."""
+    isl: int  # Prompt
+    osl: int  # Answer
 
     @property
     def context(self) -> int:
@@ -74,10 +69,8 @@ class Constants(Frozen):
     backend: str
     engine_version: str
     attention_backend: str
-    overlap: bool
-    """The engine prepares a step while the one before it runs."""
-    tables: str
-    """The engine whose operator tables these belong to."""
+    overlap: bool  # The engine prepares a step while the one before it runs
+    tables: str  # The engine whose operator tables these belong to
     scale: PositiveFloat = 1.0
     plain_step: NonNegativeFloat
     speculative_step: NonNegativeFloat
@@ -86,8 +79,7 @@ class Constants(Frozen):
     evidence: Literal["fitted", "implied", "assumed", "calibrated"]
     """fitted: to published or measured rows; implied: by a few cells; assumed: bounded by cross-checks alone;
     calibrated: to a measurement of the user's."""
-    source: str
-    """The rows that were fitted, or another origin."""
+    source: str  # The rows that were fitted, or another origin
     plain_error: Annotated[float, Field(gt=0, lt=1)]
     """Mean relative error of tokens/s without speculation, where it was held against measurements."""
     error: Annotated[float, Field(gt=0, lt=1)]
@@ -106,9 +98,6 @@ def constants_of(backend: str, asked: str | None) -> Constants:
 
     Args:
         asked: the name of a known set, or a JSON file of one; None = the backend's first.
-
-    Raises:
-        UserError: nothing is known of this engine, there is no such set, or the file is none.
     """
     if asked is not None and Path(asked).suffix == ".json":
         return _read_constants(Path(asked))
@@ -142,18 +131,14 @@ def _read_constants(path: Path) -> Constants:
 class OperatingPoint:
     """A variant at one split, batch and width, with its predicted figures."""
 
-    variant: str
-    """`off`, `fixed B` or `auto`."""
+    variant: str  # `off`, `fixed B` or `auto`
     split: Split
     batch: int
     width: int
     acceptance_length: float
-    step: Milliseconds
-    """A whole step, its share of prefills included."""
-    interactivity: float
-    """Tokens/s that one user sees."""
-    throughput: float
-    """Tokens/s/GPU."""
+    step: Milliseconds  # A whole step, its share of prefills included
+    interactivity: float  # Tokens/s that one user sees
+    throughput: float  # Tokens/s/GPU
     first_token_ms: float
     """From arrival to first token, with a place free in the batch: half a step's wait and the prefill."""
 
@@ -262,14 +247,11 @@ FITTED = ("plain_step", "plain_request", "speculative_step", "speculative_reques
 class MeasuredCell:
     """One measurement: so many requests at once, at one width, and the tokens/s that they saw together."""
 
-    predictor: Predictor
-    """Its constants are not used."""
+    predictor: Predictor  # Its constants are not used
     batch: int
     width: int
-    tokens: float
-    """Gained a request and step."""
-    rate: float
-    """Tokens/s of one server."""
+    tokens: float  # Gained a request and step
+    rate: float  # Tokens/s of one server
     label: str = ""
 
     def predicted(self, constants: Constants) -> float:
@@ -287,9 +269,6 @@ def fit(cells: Sequence[MeasuredCell], start: Constants, free: Sequence[str] = F
 
     Args:
         start: where the search begins; what is not in `free` stays as it is there.
-
-    Raises:
-        UserError: scipy is not installed.
     """
 
     def set_to(values: Sequence[float]) -> Constants:

@@ -15,12 +15,11 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
 from dflash_serve.common.documents import read_json
 from dflash_serve.deployment import PER_NODE, Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
-from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, raise_problems
-from dflash_serve.planning import tables
+from dflash_serve.errors import Problem, UserError, did_you_mean, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
     Constants,
@@ -31,7 +30,15 @@ from dflash_serve.planning.prediction import (
     Predictor,
     fit,
 )
-from dflash_serve.planning.step_times import SPECIFICATIONS, Pair, Roofline, Specification, Split, StepTimes
+from dflash_serve.planning.step_times import (
+    SPECIFICATIONS,
+    Pair,
+    Specification,
+    Split,
+    StepTimes,
+    priced,
+    shipped_configuration,
+)
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
@@ -41,10 +48,8 @@ USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 class Objective:
     """Limits that a plan must meet; None = no limit."""
 
-    interactivity: float | None = None
-    """Tokens/s/user at least."""
-    first_token_ms: float | None = None
-    """TTFT at most."""
+    interactivity: float | None = None  # Tokens/s/user at least
+    first_token_ms: float | None = None  # TTFT at most
 
     def is_met(self, point: OperatingPoint) -> bool:
         """True where every limit holds."""
@@ -64,8 +69,7 @@ class PlanQuestion:
     block_size: int
     load: Load
     objective: Objective
-    acceptances: tuple[ExpectedAcceptance, ...]
-    """One, or a band from low to high."""
+    acceptances: tuple[ExpectedAcceptance, ...]  # One, or a band from low to high
     constants: Constants
     calibration: tuple[str, ...] = ()
     """A line for each point that the constants were fitted to; empty = they were not fitted here."""
@@ -76,11 +80,7 @@ class PlanQuestion:
         return self.deployment.hardware.count
 
     def splits(self) -> list[Split]:
-        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide.
-
-        Raises:
-            UserError: the one that was asked for does not.
-        """
+        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide."""
         parallel, layout = self.deployment.parallel, self.pair.layout
         if "tensor" in parallel.model_fields_set:
             raise_problems(list(self._split_problems(parallel.tensor)))
@@ -100,6 +100,10 @@ class PlanQuestion:
             raise UserError(what, where="--count", do="give another number of GPUs")
         return found
 
+    def step_times(self, split: Split) -> tuple[StepTimes, str | None]:
+        """As `priced`."""
+        return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
+
     def _split_problems(self, tensor: int) -> Iterator[Problem]:
         if self.count % tensor:
             what = f"TP {tensor} does not divide {self.count} GPUs"
@@ -109,11 +113,7 @@ class PlanQuestion:
 
 
 def specification(gpu: str | None) -> Specification:
-    """The data sheet of a GPU.
-
-    Raises:
-        UserError: no GPU was named, or its data sheet is not known.
-    """
+    """The data sheet of a GPU."""
     have = ", ".join(SPECIFICATIONS)
     if gpu in SPECIFICATIONS:
         return SPECIFICATIONS[gpu]
@@ -126,12 +126,9 @@ def specification(gpu: str | None) -> Specification:
 def read_pair(deployment: Deployment) -> Pair:
     """Target and drafter from their configurations; no weights are read. Of known targets the operator tables' library
     has the configuration, for machines without a network.
-
-    Raises:
-        UserError: one cannot be had, or they do not fit.
     """
     model = deployment.target
-    folder = None if Path(model.model).is_dir() else tables.shipped_configuration(model.model)
+    folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
     if folder is None:
         folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
     layout = read_target_layout(folder, model)
@@ -147,8 +144,7 @@ def read_pair(deployment: Deployment) -> Pair:
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
     """A drafter of the usual shape for this target, and a sentence that says that it is assumed."""
-    inner = next((raw[key] for key in ("text_config", "llm_config") if isinstance(raw.get(key), dict)), raw)
-    shape, wide = layout.shape, inner.get("intermediate_size")
+    shape, wide = layout.shape, language_model(raw).get("intermediate_size")
     config = DrafterConfig(
         block_size=block_size,
         target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
@@ -166,10 +162,8 @@ def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int)
 
 
 PRESETS = "published_acceptance.json"
-BAND = (3.0, 4.5, 6.0)
-"""Acceptance lengths of a whole block that published drafters have, from chat to mathematics."""
-AS_IT_IS = "as it is"
-"""Name of a drafter with its own features in reports of `evaluate`."""
+BAND = (3.0, 4.5, 6.0)  # Acceptance lengths of a whole block that published drafters have, from chat to mathematics
+AS_IT_IS = "as it is"  # Name of a drafter with its own features in reports of `evaluate`
 
 
 def from_length(length: float, block_size: int, source: str, *, measured_at: int | None = None) -> ExpectedAcceptance:
@@ -198,11 +192,7 @@ def band(block_size: int) -> list[ExpectedAcceptance]:
 
 
 def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
-    """A published acceptance length of this target's own drafter.
-
-    Raises:
-        UserError: none was published; says which were.
-    """
+    """A published acceptance length of this target's own drafter."""
     presets = json.loads((files(__package__) / PRESETS).read_text(encoding="utf-8"))
     name = target.rstrip("/").rpartition("/")[2].lower()
     key = max((each for each in presets if name.startswith(each.lower())), key=len, default=None)
@@ -219,11 +209,7 @@ def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
 
 
 def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
-    """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
-
-    Raises:
-        UserError: it is no such report, has no such task, or tells no survival.
-    """
+    """Survival that `evaluate --output` or `bench` measured; slots beyond survive as the last measured one did."""
     where = f"--survival {path}"
     report = read_json(path)
     try:
@@ -267,22 +253,6 @@ def _of_bench(points: Sequence[Mapping[str, Any]]) -> Sequence[float]:
     return survival
 
 
-def step_times_of(question: PlanQuestion, split: Split) -> tuple[StepTimes, str | None]:
-    """The operator tables where they can price this, else the roofline; and why, where it is that."""
-    pair, on, context = question.pair, question.on, question.load.context
-    by_hand = Roofline(pair, on, split)
-    if not tables.installed():
-        return by_hand, "the operator tables are not installed (pip install 'dflash-serve[plan]')"
-    try:
-        measured = tables.Tables(pair, on, split, question.constants.tables)
-        block = question.block_size
-        _ = measured.verify(1, block, context), measured.draft(1, block, context), measured.prefill(1, 8)
-        _ = measured.kv_tokens()
-    except Exception as error:  # the library's own errors are of many kinds: none of them prices this
-        return by_hand, f"the operator tables cannot price {split} ({first_line(error)[:140]})"
-    return measured, None
-
-
 def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
     """The question with its constants fitted to the report of `bench` or `certify`, at the split of the deployment.
 
@@ -301,7 +271,7 @@ def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
         raise UserError("no report of `bench`", where=where, do=do) from None
     if target != asked:
         raise UserError(f"it measured {target}, the plan is for {asked}", where=where, do=do)
-    predictor = Predictor(step_times_of(question, split)[0], start, question.load, question.block_size, split)
+    predictor = Predictor(question.step_times(split)[0], start, question.load, question.block_size, split)
     cells = [MeasuredCell(predictor, *point) for point in points if not isinstance(point, str)]
     by_kind = {
         "plain": [cell for cell in cells if cell.width == 1],

@@ -1,33 +1,53 @@
 """Step times without the engine's own time, with the provenance of each millisecond.
 
-`StepTimes` has two providers: `tables.Tables` (operators that were measured on a GPU) and `Roofline` (bytes, arithmetic
-and the data sheet), for machines without the tables and models that they do not have. The roofline knows nothing of
-kernels: it is optimistic about small batches, and says little of TP and quantised formats.
+`StepTimes` has two providers. `Tables` has operators that NVIDIA measured for each GPU and engine; it alone uses their
+library (`aiconfigurator-core` 0.12.0, pinned: some names lie outside its stable facade).
+
+    verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
+    draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
+
+Attention over one prefix is read once a step, whatever the width: the library's own speculation reads it once a token.
+
+`Roofline` (bytes, arithmetic and the data sheet) is for machines without the tables and models that they do not have.
+It knows nothing of kernels: it is optimistic about small batches, and says little of TP and quantised formats.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import cache, cached_property
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.target import TargetLayout
+from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import GPUS, Gpu, Model
+from dflash_serve.errors import first_line
+
+LIBRARY = "aiconfigurator_core"
+QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
+"""A number format -> the library's words for matrix products and experts."""
+SOURCES = {"silicon": "measured", "empirical": "roofline", "sol": "roofline"}
 
 
 @dataclass(frozen=True)
 class Milliseconds:
     """A time and its provenance: the parts add up to it."""
 
-    measured: float = 0.0
-    """From a table of operators that were measured on this GPU, interpolated between its points."""
-    interpolated: float = 0.0
-    """Composed of measured and modelled parts, or transferred from another table."""
-    roofline: float = 0.0
-    """From bytes, arithmetic and the GPU's data sheet."""
-    constants: float = 0.0
-    """The engine's own time between kernels."""
+    measured: float = 0.0  # From a table of operators that were measured on this GPU, interpolated between its points
+    interpolated: float = 0.0  # Composed of measured and modelled parts, or transferred from another table
+    roofline: float = 0.0  # From bytes, arithmetic and the GPU's data sheet
+    constants: float = 0.0  # The engine's own time between kernels
 
     @property
     def total(self) -> float:
@@ -50,8 +70,7 @@ class Split:
     """Tensor and expert parallelism of one copy of the model."""
 
     tensor: int = 1
-    expert: int = 1
-    """1, or as many as `tensor`: experts are shared out instead of sliced."""
+    expert: int = 1  # 1, or as many as `tensor`: experts are shared out instead of sliced
 
     def __str__(self) -> str:
         return f"TP {self.tensor}" + (f", EP {self.expert}" if self.expert > 1 else "")
@@ -62,14 +81,11 @@ class Pair:
     """A target and its drafter, as far as their configurations tell."""
 
     model: Model
-    folder: Path
-    """Folder with the target's config.json."""
+    folder: Path  # Folder with the target's config.json
     layout: TargetLayout
     drafter: DrafterConfig
-    assumed: str | None = None
-    """The assumption about the drafter, where none was named."""
-    kv_bytes_each: float = 2.0
-    """Bytes of one number in the target's K/V cache."""
+    assumed: str | None = None  # The assumption about the drafter, where none was named
+    kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
 
 
 class StepTimes(Protocol):
@@ -103,12 +119,9 @@ class Specification:
 
     gpu: Gpu
     system: str
-    bandwidth: float
-    """Bytes/s of its memory."""
-    flops: float
-    """bf16, per second; FP8 has twice, FP4 four times as many (FP4 on Blackwell alone)."""
-    link: float
-    """Bytes/s to its neighbours, one way."""
+    bandwidth: float  # Bytes/s of its memory
+    flops: float  # bf16, per second; FP8 has twice, FP4 four times as many (FP4 on Blackwell alone)
+    link: float  # Bytes/s to its neighbours, one way
 
 
 SPECIFICATIONS = {
@@ -124,12 +137,9 @@ SPECIFICATIONS = {
 }
 OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 """Shares of the data sheet that large copies and large matrix products reach."""
-ALL_REDUCE_MS = 0.008
-"""Latency of one all-reduce among GPUs of one node."""
-MEMORY_SHARE = 0.85
-"""Share of a GPU's memory for weights and K/V."""
+ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
+MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
-BITS = {"fp8": 8.0, "nvfp4": 4.5, "mxfp4": 4.25}
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class Roofline:
         layout = self.pair.layout
         cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
         return self._pass(
-            self._weights(batch * width), self._active_parameters, batch * width, cached, layout.shape.num_layers
+            self._weights(batch * width), layout.active_parameters, batch * width, cached, layout.shape.num_layers
         )
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
@@ -176,14 +186,6 @@ class Roofline:
         asked = self.pair.model.quantization
         return asked if asked != "none" else self.pair.layout.native_quantization or "none"
 
-    @property
-    def _active_parameters(self) -> float:
-        # Parameters that one token is multiplied with.
-        layout, bits = self.pair.layout, BITS.get(self._precision, 16.0)
-        chosen = layout.experts_per_token / layout.experts if layout.experts else 0.0
-        outside = 16.0 if self._precision == "mxfp4" else bits
-        return 8 * ((layout.weight_bytes - layout.expert_bytes) / outside + layout.expert_bytes * chosen / bits)
-
     def _weights(self, rows: int) -> float:
         # Bytes read. An expert is read where some row uses it; rows are taken as choosing independently.
         layout = self.pair.layout
@@ -202,3 +204,179 @@ class Roofline:
             moved = 2 * rows * self.pair.layout.shape.hidden_size
             total += 2 * layers * (ALL_REDUCE_MS + 1e3 * moved / on.link)
         return Milliseconds(roofline=total)
+
+
+def tables_installed() -> bool:
+    """True where `aiconfigurator-core` is installed."""
+    return find_spec(LIBRARY) is not None
+
+
+def library(*parts: str) -> Any:
+    """The library, or a module of it."""
+    return import_extra("plan", ".".join([LIBRARY, *parts]))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the library's remarks on low-fidelity rows: the provenance of each figure says it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def shipped_configuration(name: str) -> Path | None:
+    """A folder with the config.json that the library has of a hub model; None where it has none."""
+    if not tables_installed():
+        return None
+    folder = Path(library().__file__).parent / "model_configs"
+    found = folder / f"{name.replace('/', '--')}_config.json"
+    if not found.is_file():
+        return None
+    copy = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-")) / "config.json"
+    copy.write_bytes(found.read_bytes())
+    return copy.parent
+
+
+def priced(
+    pair: Pair, on: Specification, split: Split, engine: str, block_size: int, context: int
+) -> tuple[StepTimes, str | None]:
+    """The operator tables of an engine where they can price a split, else the roofline, and why it is that."""
+    by_hand = Roofline(pair, on, split)
+    if not tables_installed():
+        return by_hand, "the operator tables are not installed (pip install 'dflash-serve[plan]')"
+    try:
+        measured = Tables(pair, on, split, engine)
+        _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
+        _ = measured.kv_tokens()
+    except Exception as error:  # the library's own errors are of many kinds: none of them prices this
+        return by_hand, f"the operator tables cannot price {split} ({first_line(error)[:140]})"
+    return measured, None
+
+
+class Tables:
+    """`StepTimes` of one split on one GPU with one engine's kernels.
+
+    Raises:
+        Exception: the library's own, of many kinds, where it cannot price this; see `priced`.
+    """
+
+    def __init__(self, pair: Pair, on: Specification, split: Split, engine: str) -> None:
+        self.pair, self.on, self.split, self.engine = pair, on, split, engine
+        tensor, expert = split.tensor, split.expert
+        self._options = {"tp_size": tensor, **quantization(pair, on)}
+        if pair.layout.experts:
+            self._options |= {"moe_tp_size": tensor // expert, "moe_ep_size": expert}
+        self._sdk = library("sdk")
+        with quiet():
+            compiled = self._sdk.compile_engine(str(pair.folder), on.system, engine, **self._options)
+            self._handle = self._sdk.EngineHandle(compiled)
+        self._decode = cache(self._decode_uncached)
+        self.verify, self.draft = cache(self._verify_uncached), cache(self._draft_uncached)
+
+    @cached_property
+    def basis(self) -> str:
+        name = LIBRARY.replace("_", "-")
+        return f"operator tables of {name} {version(name)}, {self.engine} kernels on {self.on.system}"
+
+    def _verify_uncached(self, batch: int, width: int, context: int) -> Milliseconds:
+        rows = [op for op in self._decode(batch * width, context) if "attention" not in op[0]]
+        if width > 1:  # a recurrence reads its state once and writes one for each slot; the library counts both a slot
+            half = {op[0]: op for op in self._decode(max(1, round(batch * (width + 1) / 2)), context)}
+            rows = [half[op[0]] if "gdn_recurrence" in op[0] else op for op in rows]
+        return _sum([*rows, *(op for op in self._decode(batch, context) if "attention" in op[0])])
+
+    @quiet()
+    def prefill(self, prompts: int, tokens: int) -> Milliseconds:
+        return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
+
+    @quiet()
+    def kv_tokens(self, context: int = 1) -> int:
+        drafter, tensor = self.pair.drafter, self.split.tensor
+        found = self._sdk.estimate_kv_cache(
+            str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
+            memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
+        )  # fmt: skip
+        free = found["total_kv_size_bytes"] - weight_bytes(drafter) / tensor
+        own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
+        return max(0, int(free / (found["kv_size_per_token_bytes"] + own)))
+
+    @quiet()
+    def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:
+        return list(self._handle.decode_step_per_op(rows, context, 2))
+
+    @cached_property
+    def _context_ops(self) -> list[int]:
+        config = library("sdk", "config_builders").build_model_config(
+            tp_size=self.split.tensor,
+            pp_size=1,
+            attention_dp_size=1,
+            moe_tp_size=self._options.get("moe_tp_size", 1),
+            moe_ep_size=self._options.get("moe_ep_size", 1),
+            moe_quant_mode=self._options.get("moe_quant_mode"),
+        )
+        model = library("sdk", "models").get_model(str(self.pair.folder), config, self.engine)
+        return list(range(len(model.context_ops)))
+
+    def _draft_uncached(self, batch: int, block_size: int, context: int) -> Milliseconds:
+        ops, common, drafter = library("sdk", "operations"), library("sdk", "common"), self.pair.drafter
+        tensor, bf16 = self.split.tensor, common.GEMMQuantMode.bfloat16
+        depth, hidden, wide = drafter.num_layers, drafter.hidden_size, drafter.intermediate_size // tensor
+        heads, kv_heads = drafter.num_attention_heads // tensor, max(1, drafter.num_key_value_heads // tensor)
+        query, kv = heads * drafter.head_dim, kv_heads * drafter.head_dim
+        dense = [
+            ops.Embedding("d_embed", 1, drafter.vocab_size // tensor, hidden, 0.3),
+            ops.GEMM("d_fc", 1, hidden, drafter.feature_size, bf16),
+            ops.GEMM("d_context_kv", depth, 2 * kv, hidden, bf16),
+            ops.GEMM("d_qkv", depth, query + 2 * kv, hidden, bf16),
+            ops.GEMM("d_o", depth, hidden, query, bf16),
+            ops.GEMM("d_gate_up", depth, 2 * wide, hidden, bf16),
+            ops.GEMM("d_down", depth, hidden, wide, bf16),
+            ops.ElementWise("d_norms", 2 * depth, 2 * hidden, 2 * hidden, 0.8),
+            ops.ElementWise("d_act", depth, 2 * wide, wide, 0.8),
+        ]
+        if tensor > 1:
+            dense.append(ops.CustomAllReduce("d_all_reduce", 2 * depth + 1, hidden, tensor))
+        head = ops.GEMM("d_head", 1, drafter.vocab_size // tensor, hidden, bf16)
+        done = self._evaluate(dense, batch * block_size) + self._evaluate([head], batch * max(1, block_size - 1))
+        kv_mode, size = common.KVCacheQuantMode.bfloat16, drafter.head_dim
+        for window, layers in Counter(kind.window for kind in drafter.layers).items():
+            op = ops.GenerationAttention("generation_attention", layers, heads, kv_heads, kv_mode, head_size=size)
+            done += self._evaluate([op], batch, min(context + block_size, window or context + block_size))
+        return done
+
+    @quiet()
+    def _evaluate(self, ops: Sequence[Any], rows: int, context: int = 0) -> Milliseconds:
+        engine = library("sdk", "engine")
+        database = library("sdk", "perf_database").get_database(self.on.system, self.engine, "current")
+        engine._resolve_attention_lane_orders(ops, database, None)
+        text = engine.build_ops_json(ops)
+        return _sum(self._handle.evaluate_ops_json(text, is_context=False, batch_size=rows, s=context))
+
+
+def _sum(ops: Iterable[Sequence[Any]]) -> Milliseconds:
+    # Rows are (name, ms, energy, source).
+    parts = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
+    for op in ops:
+        parts[SOURCES.get(str(op[-1]), "interpolated")] += float(op[1])
+    return Milliseconds(**parts)
+
+
+def quantization(pair: Pair, on: Specification) -> dict[str, str]:
+    """The library's words for number formats that it would not choose itself, or not well.
+
+    gpt-oss's MXFP4 runs as w4a8 on Blackwell and as w4a16 on Hopper; the library takes w4a16 everywhere.
+    """
+    asked, native, found = pair.model.quantization, pair.layout.native_quantization, {}
+    if native == "mxfp4":
+        found["moe_quant_mode"] = "w4a8_mxfp4_mxfp8" if on.gpu.is_blackwell else "w4a16_mxfp4"
+    elif asked in QUANTIZED and native is None:
+        found["gemm_quant_mode"], moe = QUANTIZED[asked]
+        found |= {"moe_quant_mode": moe} if pair.layout.experts else {}
+    if pair.kv_bytes_each == 1.0:
+        found["kvcache_quant_mode"] = "fp8"
+    return found

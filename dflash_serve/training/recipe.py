@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from dflash_serve.checkpoint.config import ConfidenceConfig, ConvolutionConfig, MarkovConfig, Slots
-from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
+from dflash_serve.common.documents import read_recipe_file
+from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.errors import UserError
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, ValidationError
 
-from dflash_serve.common.settings import Frozen, PositiveInt, describe, read_recipe_file
+from dflash_serve.common.documents import read_recipe_file
+from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, did_you_mean
 

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from tensorrt_llm._torch.models import modeling_utils as registry
 from tensorrt_llm._torch.speculative.interface import SpeculativeDecodingMode
 from tensorrt_llm.inputs.registry import INPUT_PROCESSOR_REGISTRY
-from dflash_serve.checkpoint.reader import read_drafter
+from dflash_serve.checkpoint.reader import read_config
 from tests.support.fake_tensorrt_llm.drafting import Pretrained
 declared, folder, race = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 if race == "before":
@@ -47,7 +47,7 @@ target = registry.get_registered_model_class("Qwen3ForCausalLM")
 builder = registry.get_registered_draft_model_builder(SpeculativeDecodingMode.DFLASH)
 spec = Of(attention_backend="VANILLA", speculative_model=folder)
 mapping = Of(enable_attention_dp=False, tp_size=1, tp_rank=0, rank=0)
-draft = Of(pretrained_config=Pretrained(read_drafter(folder)[0]))
+draft = Of(pretrained_config=Pretrained(read_config(folder)[0]))
 drafter = builder(Of(spec_config=spec, mapping=mapping), draft, None, None)
 drafter.load_weights(load_file(folder + "/model.safetensors"))
 pictures = INPUT_PROCESSOR_REGISTRY._input_processors_cls_by_model_type.get(target)

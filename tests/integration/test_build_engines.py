@@ -36,8 +36,8 @@ from dflash_engines.recipe import Checkpoints
 from dflash_engines.trtllm_checkpoint import write_checkpoints
 from dflash_serve.checkpoint.files import read_manifest
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
-from dflash_serve.checkpoint.reader import load_weights, read_drafter
-from dflash_serve.checkpoint.tensors import FUSED
+from dflash_serve.checkpoint.reader import load_weights, read_config
+from dflash_serve.checkpoint.tensors import FUSED, Quantization
 from dflash_serve.deployment import Deployment
 from tests.support.built import flip_last_byte
 from tests.support.engine_readers import FUSED_BY
@@ -152,10 +152,9 @@ def test_a_quantised_drafter_is_whole_and_its_inline_config_is_modelopts_own(for
     assert (inline["quant_method"], inline["quant_algo"], inline["ignore"]) == (
         "modelopt", format.upper(), list(EXCLUDED),
     )  # fmt: skip
-    config, quantization = read_drafter(folder)
+    config, checkpoint = read_config(folder)
     assert config == tiny_drafter_config()
-    assert quantization is not None
-    assert (quantization.format, quantization.excluded) == (format, EXCLUDED)
+    assert checkpoint.quantization == Quantization(format, EXCLUDED)
     _, weights = load_weights(folder)
     packed = {name for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
     assert packed == {name for name in weights if name.endswith("_proj.weight")}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
+from itertools import count
 from typing import Any
 
 from dflash_serve.bench.aiperf import Figures, Job
 from dflash_serve.bench.settings import Settings
 from dflash_serve.cli.bench import bench
+from tests.support.site import site
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total {steps}
@@ -40,30 +39,16 @@ def settings(**changes: Any) -> Settings:
 @contextmanager
 def counting_server() -> Iterator[str]:
     """vLLM's counters, which have grown by 100 steps each time that they are read."""
-    reads = 0
+    counts, reads = {"steps": 100, "drafted": 200, "accepted": 90, "first": 60, "second": 30}, count(1)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            nonlocal reads
-            text = json.dumps({"data": [{"id": "m"}]})
-            if self.path == "/metrics":
-                reads += 1
-                counts = {"steps": 100, "drafted": 200, "accepted": 90, "first": 60, "second": 30}
-                text = METRICS.format(**{name: reads * count for name, count in counts.items()})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(text.encode())
+    def answer(path: str, *_: object) -> tuple[int, object]:
+        if path != "/metrics":
+            return 200, {"data": [{"id": "m"}]}
+        times = next(reads)
+        return 200, METRICS.format(**{name: times * each for name, each in counts.items()})
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with site(answer) as url:
+        yield url
 
 
 def instant(rate: Callable[[Job], float], jobs: list[Job]) -> Callable[[Any, Job], Figures]:

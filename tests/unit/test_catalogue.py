@@ -8,7 +8,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from dflash_serve.backend import DraftingBackend, backend, choose_drafter, installed
+from dflash_serve.backend import Backend, backend, choose_drafter, installed
 from dflash_serve.catalogue import best_drafter, catalogue, drafters_of
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
@@ -45,7 +45,7 @@ def auto(target: str) -> Deployment:
 
 
 def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
-    assert all(isinstance(backend(name), DraftingBackend) for name in installed())
+    assert all(isinstance(backend(name), Backend) for name in installed())
     wanted = {drafter.repository for drafter in drafters_of("Qwen/Qwen3-8B")}
     assert {"z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"} <= wanted
     assert {one.repository for one in drafters_of("qwen3-8b")} == wanted

@@ -36,12 +36,6 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(
     assert load_deployment(file).speculation.block_size == 16
 
 
-def test_it_cannot_be_changed(file: Path) -> None:
-    deployment = load_deployment(file)
-    with pytest.raises(ValueError, match="frozen"):
-        deployment.target.model = "other"  # type: ignore[misc]
-
-
 MISTAKES = {
     "target: {model: x, quantisation: fp8}": "unknown key target.quantisation",
     "target: {model: x, quantization: int3}": "target.quantization",

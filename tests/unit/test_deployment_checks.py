@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_problems, changed_files, length_problems
+from dflash_serve.deployment_checks import block_problems, changed_files
 from tests.support.built import flip_last_byte, seal
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import tiny_drafter_config
@@ -42,11 +41,3 @@ def test_no_block_or_width_beyond_the_drafter(speculation: dict[str, int], messa
     deployment = Deployment.model_validate({"target": {"model": "t"}, "speculation": speculation})
     found = [problem.what for problem in block_problems(deployment, tiny_drafter_config())]
     assert found == ([message] if message else [])
-
-
-def test_no_length_beyond_the_target() -> None:
-    deployment = Deployment.model_validate({"target": {"model": "t"}, "limits": {"max_model_len": 300}})
-    shape = TargetShape("t", "qwen3", 96, 32, 8, 256)
-    assert [problem.what for problem in length_problems(deployment, shape)] == [
-        "300 is more than the target's 256 positions"
-    ]

@@ -24,9 +24,9 @@ from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
 from dflash_serve.checkpoint.target import read_recipe, read_target_layout
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.documents import read_json, read_yaml
-from dflash_serve.common.files import read_record, whole_folder
+from dflash_serve.common.files import whole_folder
 from dflash_serve.common.http import Connection, read_keys
-from dflash_serve.common.store import Store
+from dflash_serve.common.store import Store, read_record
 from dflash_serve.deployment import Model, load_deployment
 from dflash_serve.engine_args import own_parser
 from dflash_serve.errors import LONGEST, MOST_LINES, Problem, UserError, listed
@@ -41,23 +41,8 @@ MUTATIONS = int(os.environ.get("HOSTILE_MUTATIONS", "640"))
 LONGEST_LINE = 4 * LONGEST
 DEEP = 100_000
 VALUES: tuple[object, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        2**63,
-        10**400,
-        1e308,
-        float("inf"),
-        float("nan"),
-        "",
-        "\ud800",
-        "a\nb: c",
-        "\x1b[2J\x07",
-        "\0",
-    ),
-    *("x" * 10_000, [], {}, [[]], {"a": {"b": []}}, [1] * 500, {str(n): n for n in range(500)}),
+    *(None, True, -1, 0, 2**63, 10**400, 1e308, float("inf"), float("nan"), "", "\ud800", "a\nb: c"),
+    *("\x1b[2J\x07", "\0", "x" * 10_000, [], {}, [[]], {"a": {"b": []}}, [1] * 500, {str(n): n for n in range(500)}),
 )
 YAMLS = (
     "[" * DEEP,
@@ -80,16 +65,8 @@ YAMLS = (
     "\x1b[2J: 1",
 )
 JSONS = (
-    "[" * DEEP,
-    '{"a":' * DEEP,
-    "[" * 100 + "]" * 100,
-    "9" * 5_000,
-    "1" + "0" * 400,
-    '"\\ud800"',
-    "",
-    "{",
-    "\0",
-    "NaN]",
+    *("[" * DEEP, '{"a":' * DEEP, "[" * 100 + "]" * 100, "9" * 5_000, "1" + "0" * 400),
+    *('"\\ud800"', "", "{", "\0", "NaN]"),
 )
 
 

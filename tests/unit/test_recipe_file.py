@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.common.settings import read_recipe_file
+from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.errors import UserError
 
 

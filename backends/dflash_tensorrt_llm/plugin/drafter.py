@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, Weight, dequantized
-from dflash_serve.checkpoint.reader import assemble, read_drafter
+from dflash_serve.checkpoint.reader import assemble, read_config
 from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
@@ -357,7 +357,8 @@ def read_draft_folder(folder: str | Path) -> tuple[DrafterConfig, Quantization |
     neutral = Path(folder) / NEUTRAL
     if neutral.is_file():
         return DrafterConfig.model_validate_json(neutral.read_text()), read_quantization(Path(folder))
-    return read_drafter(folder)
+    config, checkpoint = read_config(folder)
+    return config, checkpoint.quantization
 
 
 def layout_of(mapping: Any) -> Layout:

@@ -16,7 +16,9 @@ from typing import cast, get_args
 
 from dflash_serve.checkpoint.config import (
     BUILD,
+    FULL,
     PLAIN_DRAFTER,
+    SLIDING,
     AttentionKind,
     ConfidenceConfig,
     ConvolutionConfig,
@@ -151,11 +153,6 @@ def _together(config: ConfigSection, *keys: str) -> tuple[int, int] | None:
     return (first, second) if first else None
 
 
-def slot_keys(config: DrafterConfig) -> dict[str, object]:
-    """Keys of the slot convention, which is always written."""
-    return {"sample_from_anchor": config.slots == "anchor-first"}
-
-
 def markov_keys(config: DrafterConfig) -> dict[str, object]:
     """Keys of the Markov and confidence heads, also of absent ones."""
     markov, confidence = config.markov, config.confidence
@@ -208,7 +205,6 @@ def refuse_parts(config: DrafterConfig, dialect: str, *parts: str) -> None:
 
 
 UNKNOWN = "it may change what the drafter computes; ask who trained it, and remove it only if it does not"
-FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 1024
 SAME_NAMES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

@@ -33,7 +33,6 @@ from dflash_serve.checkpoint.dialects.keys import (
     read_windows,
     refuse_other_attention,
     refuse_parts,
-    slot_keys,
     write_transformer,
 )
 from dflash_serve.checkpoint.section import ConfigSection
@@ -170,7 +169,7 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": config.rows(),
-        **slot_keys(config),
+        "sample_from_anchor": config.slots == "anchor-first",
         **(markov_keys(config) if kind == "dspark" else dflash2_keys(config)),
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],

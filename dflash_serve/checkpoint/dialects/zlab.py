@@ -28,10 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dflash_serve.checkpoint.config import MASK_EMBEDDING, AttentionKind, DrafterConfig, Slots, uniform_target_layer_ids
+from dflash_serve.checkpoint.config import (
+    MASK_EMBEDDING,
+    SLIDING,
+    AttentionKind,
+    DrafterConfig,
+    Slots,
+    uniform_target_layer_ids,
+)
 from dflash_serve.checkpoint.dialects.keys import (
     HEAD_KEYS,
-    SLIDING,
     SLOT_KEYS,
     TRANSFORMER_KEYS,
     UNKNOWN,
@@ -50,7 +56,6 @@ from dflash_serve.checkpoint.dialects.keys import (
     refuse_other_attention,
     refuse_parts,
     rope_theta_and_scaling,
-    slot_keys,
     write_transformer,
 )
 from dflash_serve.checkpoint.section import ConfigSection
@@ -191,7 +196,7 @@ def write_fields(config: DrafterConfig, dialect: str) -> tuple[dict[str, object]
         "block_size": config.rows(),
         **({} if config.num_target_layers is None else {"num_target_layers": config.num_target_layers}),
         **({} if len(causal) > 1 else {"is_causal": causal.pop()}),
-        **slot_keys(config),
+        "sample_from_anchor": config.slots == "anchor-first",  # always written: its absence means either
         **write_transformer(config, rope_theta_and_scaling(config.rope)),
     }
     return fields, {**section, **dflash2_keys(config)}

@@ -24,25 +24,6 @@ def raw(dialect: str, config: DrafterConfig = TWO) -> Keys:
     return DIALECTS[dialect].write(config, None)
 
 
-def test_layer_ids_are_shifted_by_one_in_speculators_and_nowhere_else() -> None:
-    assert raw("speculators")["aux_hidden_state_layer_ids"] == [2, 4, 6]
-    for dialect in ("zlab", "modelopt"):
-        dflash = raw(dialect)["dflash_config"]
-        assert isinstance(dflash, dict)
-        assert dflash["target_layer_ids"] == [1, 3, 5]
-
-
-def test_speculative_tokens_leave_the_anchor_out() -> None:
-    config = raw("speculators")["speculators_config"]
-    assert isinstance(config, dict)
-    assert config["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
-
-
-def test_the_writer_keeps_block_size_where_every_engine_reads_it() -> None:
-    for dialect in ("zlab", "speculators", "modelopt", "deepspec"):
-        assert raw(dialect)["block_size"] == 4
-
-
 READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
     "z-lab of August, from dflash_config first": (
         raw("zlab"),
@@ -151,12 +132,3 @@ def test_a_key_is_read_as_its_authors_mean_it(
     found = read_config(tmp_path)[0]
     wanted = tiny_drafter_config(**expected)
     assert {name: getattr(found, name) for name in expected} == {name: getattr(wanted, name) for name in expected}
-
-
-def test_modelopt_writes_what_modelopt_exports() -> None:
-    fields = raw("modelopt", tiny_drafter_config(layers=(SLIDING_BOTH_WAYS, SLIDING_BOTH_WAYS)))
-    dflash = fields["dflash_config"]
-    assert isinstance(dflash, dict)
-    assert (dflash["causal"], dflash["use_swa"], dflash["swa_window_size"]) == (False, True, 6)
-    assert (fields["layer_types"], fields["sliding_window"]) == (["sliding_attention"] * 2, 6)  # ModelOpt leaves them
-    assert fields["is_causal"] is False

@@ -78,8 +78,8 @@ def test_what_the_hub_does_not_have_what_is_gated_and_what_cannot_be_asked_diffe
     answers(monkeypatch, http_error(GatedRepoError, 403))
     with pytest.raises(UserError, match="accept its terms on the hub, and set HF_TOKEN"):
         target_folder("meta-llama/Llama-3.1-8B-Instruct")
-    answers(monkeypatch, OSError("no route to host"))
-    with pytest.raises(UserError, match="check the name, the revision and the network"):
+    answers(monkeypatch, OSError("no route to host\nand more"))
+    with pytest.raises(UserError, match=r"\(no route to host\); check the name, the revision and the network$"):
         drafter_folder("Qwen/Qwen3-8")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.backend import DraftingBackend, backend
+from dflash_serve.backend import Backend, backend
 from dflash_serve.catalogue import CataloguedDrafter
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, expected_tensors
 from dflash_serve.checkpoint.reader import DIALECTS, parse
@@ -25,9 +25,9 @@ from tests.unit.checkpoint.published import PUBLISHED, Published
 from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 
 TABLE = Path(__file__).with_name("golden") / "published.txt"
-ENGINES = [
+ENGINES: list[Backend] = [
     *map(backend, ("torch", "sglang", "vllm")),
-    *(TensorRTLLMBackend(Release.parse(text)) for text in ("1.3.0rc27", "1.4.0rc4", "1.4")),
+    *[TensorRTLLMBackend(Release.parse(text)) for text in ("1.3.0rc27", "1.4.0rc4", "1.4")],
 ]
 SOURCES = {
     ("sglang", "a reduced draft vocabulary"): "models/dflash.py load_weights",
@@ -100,7 +100,6 @@ def row(drafter: CataloguedDrafter) -> str:
         return f"{drafter.repository} | refused: {problems[0].what}"
     verdicts = []
     for one in ENGINES:
-        assert isinstance(one, DraftingBackend)
         release = getattr(one, "release", one.releases)
         found = [problem.what for problem in one.head_problems(config)][:1]
         verdicts.append(f"{one.name} {release}: " + (f"{found[0]} [{source(one.name, found[0])}]" if found else "yes"))

@@ -12,13 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import Format, dequantized, quantize
-from dflash_serve.checkpoint.reader import (
-    load_weights,
-    open_checkpoint,
-    read_config,
-    read_drafter,
-    weight_problems,
-)
+from dflash_serve.checkpoint.reader import load_weights, open_checkpoint, read_config
 from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
@@ -36,7 +30,10 @@ from tests.support.tiny import (
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_a_quantised_drafter_reads_back(format: Format, tmp_path: Path) -> None:
     folder = write_quantized_drafter(tmp_path / "d", format)
+    checkpoint = open_checkpoint(folder)
+    assert (problems_of(folder), checkpoint.quantization) == ([], Quantization(format, ("fc",)))
     config, weights = load_weights(folder)
+    assert config == checkpoint.config == read_config(folder)[0]
     plain, original = dequantized(weights, torch.float32), random_tensors(config)
     assert plain.keys() == original.keys()
     name = "layers.1.mlp.down_proj.weight"
@@ -47,7 +44,8 @@ def test_a_quantised_drafter_reads_back(format: Format, tmp_path: Path) -> None:
 def test_an_unquantised_drafter_says_so(tmp_path: Path) -> None:
     folder = write_tiny_drafter(tmp_path / "d")
     assert read_quantization(folder) is None
-    assert read_drafter(folder) == (tiny_drafter_config(), None)
+    config, checkpoint = read_config(folder)
+    assert (config, checkpoint.quantization) == (tiny_drafter_config(), None)
 
 
 def test_modelopts_own_nesting_is_understood(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def test_a_quantisation_that_cannot_be_read_is_refused(
     edit_json(folder / "config.json", {"quantization_config": inline})
     if beside is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": beside}}))
-    for read in (read_drafter, read_quantization):
+    for read in (read_config, read_quantization):
         with pytest.raises(UserError, match=words):
             read(folder)
 
@@ -85,11 +83,7 @@ BAD_TENSORS: list[tuple[Format, dict[str, Tensor | None], str]] = [
     ("nvfp4", {f"{Q}.weight_scale": None}, r"q_proj\.weight_scale \[64, 2\] is missing"),
     ("nvfp4", {f"{Q}.weight": None}, r"q_proj\.weight \[64, 32\] is missing"),
     ("nvfp4", {f"{UP}.weight_scale_2": None}, r"up_proj\.weight_scale_2 \[\] is missing"),
-    (
-        "fp8",
-        {"layers.7.mlp.up_proj.weight": torch.zeros(2, 2)},
-        r"up_proj.weight \[2, 2\] is not part of a DFlash",
-    ),
+    ("fp8", {"layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}, r"up_proj.weight \[2, 2\] is not part of a DFlash"),
     ("fp8", {f"{UP}.weight_scale": torch.ones(64)}, r"up_proj\.weight_scale has shape \[64\], .* \[\]"),
     ("fp8", {f"{UP}.weight": torch.zeros(64, 32, dtype=torch.uint8)}, "weight is U8"),
     ("fp8", {f"{UP}.weight": torch.zeros(64, 2).to(torch.float8_e4m3fn)}, r"\[64, 2\], .* \[64, 32\]"),
@@ -110,16 +104,6 @@ def test_a_tensor_that_is_lost_or_does_not_fit_is_named(
     assert any(re.search(message, str(problem)) for problem in problems_of(folder))
     with pytest.raises(UserError):
         load_weights(folder)
-
-
-@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
-def test_one_reader_takes_plain_and_quantised_drafters(format: Format, tmp_path: Path) -> None:
-    folder = write_quantized_drafter(tmp_path / "d", format)
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.problems == []
-    assert checkpoint.quantization == Quantization(format, ("fc",))
-    assert weight_problems(checkpoint) == []
-    assert read_config(folder) == (checkpoint.config, "zlab")
 
 
 def test_a_reader_of_plain_weights_refuses_a_quantised_drafter_by_name(tmp_path: Path) -> None:
@@ -157,7 +141,7 @@ def test_fused_products_with_scales_of_their_own_are_named(format: Format, tmp_p
     (problem,) = problems_of(folder)
     assert "gate_proj, up_proj of layers.0.mlp do not share their scales, nor do 3 other groups" in str(problem)
     assert (problem.where, "build it again with `dflash-serve build`" in problem.do) == (str(folder), True)
-    for read in (load_weights, read_drafter):
+    for read in (load_weights, read_config):
         with pytest.raises(UserError, match="do not share their scales"):
             read(folder)
 

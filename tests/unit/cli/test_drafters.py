@@ -194,7 +194,8 @@ def test_a_converted_drafter_stays_the_same(to: To, drafter: Path, tmp_path: Pat
     assert result.exit_code == 0
     report = json.loads(result.output)
     assert (report["from"], report["to"], report["tensors"]) == ("zlab", to.value, 25)
-    assert read_config(tmp_path / "b") == (tiny_drafter_config(), to.value)
+    config, written = read_config(tmp_path / "b")
+    assert (config, written.dialect) == (tiny_drafter_config(), DIALECTS[to.value])
     before, after = load_drafter(drafter).state_dict(), load_drafter(tmp_path / "b").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "b").iterdir()}
@@ -229,7 +230,7 @@ def test_a_destination_is_kept_unless_given_up_the_drafters_own_folder_too(
     assert isinstance(run(*words).exception, UserError)
     assert read_config(taken) == before
     assert run(*words, "--overwrite").exit_code == 0
-    assert read_config(taken)[1] == "speculators"
+    assert read_config(taken)[1].dialect is DIALECTS["speculators"]
     after = load_drafter(taken).state_dict()
     assert all(torch.equal(tensors[name], after[name]) for name in tensors)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.backend import Command, EngineFacts
+from dflash_serve.backend import Command, Preview, ServerBackend
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common import processes
 from dflash_serve.common.http import page_status
 from dflash_serve.common.processes import sigterm_interrupts
@@ -47,17 +48,23 @@ STUBBORN = (
 """Does not go on SIGTERM, and has a child."""
 
 
-class FakeBackend:
+class FakeBackend(ServerBackend):
     """Its server is a small program, which finds its port in its first argument."""
 
-    name = "fake"
-    facts: EngineFacts = FACTS
+    name, releases, untried = "fake", "1.0", ()
+    facts = FACTS
 
     def __init__(self, program: str, *, executable: str = sys.executable) -> None:
         self.program, self.executable = textwrap.dedent(program), executable
 
     def check(self, deployment: Deployment) -> list[Problem]:
         return []
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        return []
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        return Preview()
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         (folder / "prepared").write_text(deployment.target.model)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
-from dflash_serve.planning import tables
+from dflash_serve.planning import step_times
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
 
@@ -23,14 +23,12 @@ __all__ = ["hub"]
 pytestmark = pytest.mark.usefixtures("hub")
 PAIR = ("--target", "Qwen/Qwen3-8B", "--drafter", "z-lab/Qwen3-8B-DFlash-b16")
 LENGTH = ("--acceptance-length", "6.5")
-
-
-LIBRARY = tables.installed()
+LIBRARY = step_times.tables_installed()
 
 
 @pytest.fixture(autouse=True)
 def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "installed", lambda: False)
+    monkeypatch.setattr(step_times, "tables_installed", lambda: False)
 
 
 def plan(folder: Path, *words: str) -> Any:
@@ -47,7 +45,7 @@ def answer(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, hub: None) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "installed", lambda: False)
+        patch.setattr(step_times, "tables_installed", lambda: False)
         made = tmp_path_factory.mktemp("plan")
         done = plan(made, *PAIR, *LENGTH, "--gpu", "h200", "--count", "2", "--slo-interactivity", "60")
         assert done.exception is None, done.exception
@@ -179,7 +177,7 @@ def test_the_nearest_that_is_met_is_met(limit: tuple[str, str], tmp_path: Path) 
 def test_a_plan_by_the_tables_says_how_much_of_a_step_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "installed", lambda: LIBRARY)
+    monkeypatch.setattr(step_times, "tables_installed", lambda: LIBRARY)
     told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--slo-interactivity", "50")
     assert told["basis"].startswith("operator tables of aiconfigurator-core 0.12.0")
     assert told["chosen"]["share_measured"] > 0.7

@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.planning import tables
-from dflash_serve.planning.step_times import SPECIFICATIONS, Milliseconds, Roofline, Split
+from dflash_serve.checkpoint.target import read_target_layout
+from dflash_serve.planning.step_times import (
+    LIBRARY,
+    SPECIFICATIONS,
+    Milliseconds,
+    Roofline,
+    Split,
+    Tables,
+    quantization,
+)
 from tests.support.planned import planned_pair
+from tests.support.tiny import edit_json
 
-LIBRARY = "aiconfigurator_core"
 B200 = SPECIFICATIONS["b200"]
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> tables.Tables:
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
-    return tables.Tables(planned_pair(tmp_path_factory.mktemp("dense")), B200, Split(), "sglang")
+    return Tables(planned_pair(tmp_path_factory.mktemp("dense")), B200, Split(), "sglang")
 
 
 def test_provenance_adds_up() -> None:
@@ -45,6 +53,17 @@ def test_more_rows_go_through_more_experts(tmp_path: Path) -> None:
     assert times.verify(256, 2, 1).total < 1.2 * times.verify(256, 1, 1).total, "by then all of them are read"
 
 
+def test_int4_weights_are_read_faster_and_multiplied_as_often(tmp_path: Path) -> None:
+    plain = planned_pair(tmp_path)
+    edit_json(tmp_path / "config.json", {"quantization_config": {"quant_method": "awq"}})
+    awq = replace(plain, layout=read_target_layout(tmp_path, plain.model))
+    few, many = (
+        [Roofline(pair, B200, Split()).verify(batch, 16, 1).total for pair in (plain, awq)] for batch in (1, 512)
+    )
+    assert few[1] < 0.6 * few[0]
+    assert many[1] == pytest.approx(many[0], rel=0.1)
+
+
 def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     pair = planned_pair(tmp_path)
     shallow = replace(pair, drafter=pair.drafter.model_copy(update={"layers": pair.drafter.layers[:1]}))
@@ -55,7 +74,7 @@ def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("batch", "plain", "wide", "draft"), [(1, 3.64, 3.81, 0.79), (32, 3.91, 7.64, 1.59)])
 def test_the_tables_give_what_was_written_down_of_them(
-    dense: tables.Tables, batch: int, plain: float, wide: float, draft: float
+    dense: Tables, batch: int, plain: float, wide: float, draft: float
 ) -> None:
     """Qwen3-8B, one B200, SGLang's kernels, 600 tokens before a step; milliseconds."""
     assert dense.verify(batch, 1, 600).total == pytest.approx(plain, abs=0.01)
@@ -64,13 +83,13 @@ def test_the_tables_give_what_was_written_down_of_them(
     assert dense.verify(batch, 16, 600).shares()["measured"] > 0.8
 
 
-def test_a_block_reads_its_prefix_once(dense: tables.Tables) -> None:
+def test_a_block_reads_its_prefix_once(dense: Tables) -> None:
     """The library's own speculation would read it once a token: 16 times."""
     longer = dense.verify(32, 16, 8000).total - dense.verify(32, 16, 1000).total
     assert longer == pytest.approx(dense.verify(32, 1, 8000).total - dense.verify(32, 1, 1000).total, rel=1e-6)
 
 
-def test_memory_by_the_tables_has_room_for_the_drafter(dense: tables.Tables) -> None:
+def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
     alone = 965_111  # tokens of Qwen3-8B without a drafter, as the library counts
     assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
 
@@ -78,8 +97,8 @@ def test_memory_by_the_tables_has_room_for_the_drafter(dense: tables.Tables) -> 
 def test_four_gpus_and_experts_have_prices(tmp_path: Path) -> None:
     pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
     pair = planned_pair(tmp_path, "openai/gpt-oss-120b")
-    one, four = (tables.Tables(pair, B200, split, "sglang") for split in (Split(), Split(4)))
+    one, four = (Tables(pair, B200, split, "sglang") for split in (Split(), Split(4)))
     assert four.verify(16, 10, 1000).total < one.verify(16, 10, 1000).total
     assert four.draft(16, 10, 1000).total > 0
-    assert tables.quantization(pair, B200) == {"moe_quant_mode": "w4a8_mxfp4_mxfp8"}
-    assert tables.quantization(pair, SPECIFICATIONS["h200"]) == {"moe_quant_mode": "w4a16_mxfp4"}
+    assert quantization(pair, B200) == {"moe_quant_mode": "w4a8_mxfp4_mxfp8"}
+    assert quantization(pair, SPECIFICATIONS["h200"]) == {"moe_quant_mode": "w4a16_mxfp4"}
