@@ -224,7 +224,8 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
             yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
         if plan.drafter is not None:
             ours = plan.width is not None
-            why = "our worker in SGLang serves it" if ours else f"SGLang's own {plan.family}: the width never changes"
+            own = f"SGLang's own {plan.drafter.family}: the width never changes"
+            why = "our worker in SGLang serves it" if ours else own
             width = plan.block_size if plan.whole_blocks_with is not None else speculation.width
             yield Choice("speculation.width", str(width), why)
         if gpu is None:

@@ -6,29 +6,26 @@ any kind, both slot conventions). Neither knows a reduced vocabulary; DSPARK alw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.deployment import GIB
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import LaunchPlan
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
+AUTO = 0  # value of `asked_width` for an automatic width
 ANY_WIDTH = ("qwen3", "nemotron_h")
 """Families whose recurrent layers (gated delta nets, Mamba2) keep a state for every slot, and so verify any width."""
 RUNTIME_BYTES = 3 * GIB  # CUDA context, NCCL, workspaces
 GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a prefill
 WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
-
-
-def algorithm_of(heads: Heads) -> str:
-    """DSPARK with a Markov head, else DFLASH, which finds DFlash2 by its architecture."""
-    return DFLASH if heads.markov is None else DSPARK
 
 
 def dialect_of(heads: Heads) -> str:
@@ -58,6 +55,23 @@ def narrow_widths(block_size: int) -> list[int]:
     return [width for width in (1, 2, 4, 8, 16, 32) if width < block_size]
 
 
+def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The width that was asked for, AUTO where it follows the policy; None = none was: SGLang's own whole blocks.
+
+    Raises:
+        UserError: neither a number nor `auto`.
+    """
+    text = environment.get(WIDTH_VARIABLE)
+    if text is None:
+        return None
+    if text == "auto":
+        return AUTO
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    what = f"{text!r} is neither a number of slots nor auto"
+    raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SGLangPlan(LaunchPlan):
     """A launch of SGLang.
@@ -68,13 +82,10 @@ class SGLangPlan(LaunchPlan):
 
     @property
     def algorithm(self) -> str | None:
-        """None without speculation."""
-        return None if self.drafter is None else algorithm_of(self.drafter)
-
-    @property
-    def family(self) -> str:
-        """Name of the drafter's kind: DFlash, DFlash2 or DSpark."""
-        return "no" if self.drafter is None else self.drafter.family
+        """DSPARK with a Markov head, else DFLASH, which finds DFlash2 by its architecture; None without speculation."""
+        if self.drafter is None:
+            return None
+        return DFLASH if self.drafter.markov is None else DSPARK
 
     @property
     def whole_blocks_with(self) -> str | None:
@@ -82,7 +93,7 @@ class SGLangPlan(LaunchPlan):
         if self.drafter is None:
             return None
         parts = {
-            f"a {self.family} drafter": self.drafter.markov is not None,
+            f"a {self.drafter.family} drafter": self.drafter.markov is not None,
             "one half of a disaggregated pair": self.is_half,
             "recurrent layers in the target": self.target.recurrent
             and not self.target.shape.model_type.startswith(ANY_WIDTH),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -183,32 +182,6 @@ def test_cache_window_and_role_arrive(
     assert resolved.disaggregation_mode == {"whole": "null"}.get(role, role)
 
 
-@pytest.mark.parametrize("width", [8, "auto"])
-def test_what_a_dry_run_prints_is_what_sglang_understands(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path, width: int | str
-) -> None:
-    wanted = deployment(models, "b200", "fp8", "tp2", speculation={"width": width})
-    file = tmp_path / "deployment.yaml"
-    file.write_text(yaml.safe_dump(wanted.model_dump(mode="json", exclude_unset=True)))
-    BACKEND.prepare(wanted, tmp_path / "prepared")
-    dry_run = ["serve", str(file), "--backend", "sglang", "--dry-run", "--quiet"]
-    dry_run += ["--folder", str(tmp_path / "prepared")]
-    printed = CliRunner().invoke(app, [*dry_run, "--host", "0.0.0.0", "--port", "30000"])
-    assert printed.exit_code == 0, printed.output
-    argv = [word for word in shlex.split(printed.stdout) if not word.startswith("DFLASH_SERVE_")]
-    resolved = on_gpu(tuple(argv), "b200")
-    assert resolved.speculative_algorithm == "DFLASH"
-    assert resolved.speculative_draft_model_path == str(tmp_path / "prepared" / "draft")
-    assert (resolved.host, resolved.port, resolved.tp_size) == ("0.0.0.0", 30000, 2)
-    assert f"DFLASH_SERVE_SPECULATION__WIDTH={width}" in printed.stdout
-
-
-def test_without_a_drafter_nothing_speculates(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:
-    plain = deployment(models, speculation={"width": "off"})
-    resolved = on_gpu(BACKEND.command(plain, tmp_path).argv, "h200")
-    assert resolved.speculative_algorithm is None
-
-
 def test_the_draft_folder_is_what_sglangs_own_parser_expects(models: dict[str, Path], tmp_path: Path) -> None:
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
@@ -264,7 +237,6 @@ def test_the_pinned_list_is_that_of_the_installed_sglang() -> None:
         ("mem-fraction-static", "much", "invalid float value"),
         ("schedule-policy", "best", "invalid choice"),
         ("mem-fraction-statc", 0.9, "did you mean mem-fraction-static?"),
-        ("tensor-parallel-size", 2, "set parallel.tensor"),
         ("speculative-adaptive", True, "for EAGLE only"),
         ("speculative-draft-sink-size", 4, "SGLang's DFLASH ignores it"),
     ],
@@ -276,13 +248,8 @@ def test_arguments_are_held_against_the_installed_parser(
     assert said in str(problem)
 
 
-def test_the_key_is_read_from_its_file_and_is_on_no_command_line(
-    models: dict[str, Path], on_gpu: Any, tmp_path: Path
-) -> None:
+def test_the_key_is_read_from_its_file(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\nsecret-one\n")
     keyed = deployment(models, "b200", serving={"api_key_file": str(tmp_path / "keys")})
     BACKEND.prepare(keyed, tmp_path / "prepared")
-    command = BACKEND.command(keyed, tmp_path / "prepared")
-    assert "secret-one" not in " ".join([*command.argv, *command.env.values()])
-    assert on_gpu(command.argv, "b200").api_key == "secret-one"
-    assert (tmp_path / "prepared" / "secrets.yaml").stat().st_mode & 0o077 == 0
+    assert on_gpu(BACKEND.command(keyed, tmp_path / "prepared").argv, "b200").api_key == "secret-one"

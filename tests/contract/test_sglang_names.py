@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     f"{RUNNER}._decode_cuda_graph_runner_cls": (),
     f"{RUNNER}.recapture_decode_cuda_graph": (),
     f"{RUNNER}.forward": ("forward_batch",),
+    dflash_sglang.plugin.RESULT: ("batch", "result"),
     dflash_sglang.plugin.MAMBA: ("intermediate_states_buffer", "cache_steps"),
     GRAPHS: ("model_runner", "attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
     f"{WORKER}.forward_batch_generation": ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),

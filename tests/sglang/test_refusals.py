@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.checkpoint.reader import read_config
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.sglang_server import ENVIRONMENT, ON_CPU, PATIENCE
-from tests.support.tiny import edit_json, write_tiny_drafter
 
 
 def renamed(folder: Path) -> Path:
@@ -25,21 +23,8 @@ def renamed(folder: Path) -> Path:
     return draft
 
 
-def a_layer_short(folder: Path) -> Path:
-    draft = write_paper_drafter(folder)
-    edit_json(draft / "config.json", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
-    return draft
-
-
-def unconverted(folder: Path) -> Path:
-    config, _ = read_config(write_paper_drafter(folder.with_name("source")))
-    return write_tiny_drafter(folder, config, dialect="speculators")
-
-
 BROKEN: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "renamed tensor": (renamed, (), "tensor fc.weight [64, 192] is missing"),
-    "missing layer": (a_layer_short, (), "tensor layers.2.self_attn.q_proj.weight"),
-    "speculators' dialect": (unconverted, (), "speculators' dialect, SGLang reads z-lab's"),
     "block too large": (
         write_paper_drafter,
         ("--speculative-num-draft-tokens", "16"),

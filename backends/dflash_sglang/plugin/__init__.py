@@ -17,10 +17,9 @@ from typing import Any
 from dflash_serve.deployment import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
-from dflash_sglang.launch_plan import DFLASH
+from dflash_sglang.launch_plan import AUTO, DFLASH, asked_width
 
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p
-from .widths import AUTO, asked_width
 
 logger = logging.getLogger(__name__)
 ASIDE = "dflash-serve steps aside, and SGLang runs as it does without it: %s"
@@ -29,7 +28,7 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 BUILD_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
 RESULT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
-    "_resolve_spec_v2_tokens"
+    "process_batch_result_decode"
 )
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
@@ -121,18 +120,15 @@ def ours(theirs: type, server_args: Any) -> type:
     from .results import RESULTS, watch
     from .worker import WidthWorker
 
-    strict = StrictLoad()
-
     def built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
         build(worker, *args, **kwargs)
-        strict.active = False  # the draft has been loaded; later loads are updates
         watch(worker)
 
     _apply(
         {
             ROW_HEADROOM: room_for_a_step,
             MAMBA: in_rows_of_the_buffer,
-            LOAD_WEIGHTS: strict,
+            LOAD_WEIGHTS: StrictLoad(),
             RESULT: RESULTS.on_result,
             QUEUE: guarded,
             TARGET_PROBS: with_min_p,

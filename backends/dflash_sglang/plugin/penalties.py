@@ -45,7 +45,7 @@ class Penalties:
 
     def concern(self, requests: Sequence[Any]) -> bool:
         """True if one of the requests is penalised."""
-        return bool(self._slots) and any(str(request.rid) in self._slots for request in requests)
+        return bool(self._slots) and any(request.rid in self._slots for request in requests)
 
     def at_prefill(self, batch: Any) -> None:
         """Counts what a request has put out before its prefill (after a retraction), and penalises its next token.
@@ -56,7 +56,7 @@ class Penalties:
         for i, request in enumerate(batch.reqs):
             if not penalties_of(request.sampling_params):
                 continue
-            slot = self._slots.get(str(request.rid))
+            slot = self._slots.get(request.rid)
             if i >= first and slot is not None:
                 anchor = batch.input_ids[i - len(batch.reqs)]
                 self._counts[slot].index_add_(0, anchor.view(1), self._counts.new_ones(1))
@@ -92,11 +92,11 @@ class Penalties:
         taken = torch.arange(tokens.shape[1], device=tokens.device) < gained[batch.rows][:, None]
         places = batch.slots[:, None] * self.vocab_size + tokens[batch.rows]
         self._counts.view(-1).scatter_add_(0, places.flatten(), taken.flatten().to(self._counts.dtype))
-        for rid in self._slots.keys() - {str(request.rid) for request in requests}:
+        for rid in self._slots.keys() - {request.rid for request in requests}:
             self._free.append(self._slots.pop(rid))
 
     def _of(self, requests: Sequence[Any]) -> _Penalised:
-        rids = [str(request.rid) for request in requests]
+        rids = [request.rid for request in requests]
         places = tuple((i, self._slots[rid]) for i, rid in enumerate(rids) if rid in self._slots)
         if self._batch is None or self._batch.places != places:
             rows, slots = (self._sent([place[part] for place in places], torch.int64) for part in (0, 1))
@@ -106,7 +106,7 @@ class Penalties:
 
     def _start(self, request: Any) -> int:
         """Gives a request a row of the tables, filled with what it has put out."""
-        rid = str(request.rid)
+        rid = request.rid
         if rid not in self._slots:
             if not self._free:
                 self._grow()

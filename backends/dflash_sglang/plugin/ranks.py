@@ -31,13 +31,13 @@ class Ranks:
         self.several = int(group.world_size) > 1
         self.is_first = group.rank_in_group == 0
 
-    def least(self, value: float) -> float:
-        """The smallest of all ranks' values."""
-        return self._reduced(torch.tensor([value], dtype=torch.float64), distributed.ReduceOp.MIN)[0].item()
-
-    def slowest(self, seconds: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' values, one by one."""
-        return self._reduced(seconds, distributed.ReduceOp.MAX)
+    def least(self, *values: float) -> list[float]:
+        """The smallest of all ranks' values, one by one."""
+        box = torch.tensor(values, dtype=torch.float64)
+        if self.several:
+            distributed.all_reduce(box, op=distributed.ReduceOp.MIN, group=self.group)
+        least: list[float] = box.tolist()
+        return least
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Gives what `make` gives on this rank, if no rank's `make` failed.
@@ -54,7 +54,7 @@ class Ranks:
             logger.exception("dflash-serve: %s", what)
         if self.several:
             distributed.monitored_barrier(self.group, timeout=PATIENCE)
-        if self.least(float(error is None)) < 1:
+        if self.least(float(error is None)) == [0]:
             raise RankError(f"{what}: {error or 'another rank failed'}") from error
         return made  # type: ignore[return-value]
 
@@ -78,8 +78,3 @@ class Ranks:
         box = torch.tensor([value], dtype=torch.int64)
         distributed.broadcast(box, group=self.group, group_src=0)
         return int(box.item())
-
-    def _reduced(self, values: torch.Tensor, how: Any) -> torch.Tensor:
-        if self.several:
-            distributed.all_reduce(values, op=how, group=self.group)
-        return values

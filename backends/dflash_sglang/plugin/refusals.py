@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder
 from dflash_serve.checkpoint.target import PENALTIES
-from dflash_serve.checkpoint.tensors import FUSED, plain_only
+from dflash_serve.checkpoint.tensors import ALIASES, parts_of, plain_only
 from dflash_serve.errors import Problem, UserError
 from dflash_sglang.launch_plan import head_problems
 
@@ -73,10 +73,8 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
         yield Problem(what, "--speculative-num-draft-tokens", do)
 
 
-STACKED = {part: whole for whole, parts in FUSED.items() for part in parts}
-"""Tensors of a checkpoint -> the parameter whose rows they become."""
-ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-"""Other names that SGLang knows for a tensor."""
+READ_ALIASES = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
+"""Other names of tensors (`ALIASES`) that SGLang knows, too."""
 SPARE = ("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale")
 """Parts of the names of tensors that a draft may have and SGLang does not use; it takes the target's embedding and
 head.
@@ -86,7 +84,7 @@ DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scal
 
 
 class StrictLoad:
-    """Accounts for every tensor and parameter of a draft until its worker is built.
+    """Accounts for every tensor and parameter of a draft when it is loaded.
 
     Later loads are updates of weights (`update_weights_from_disk`, ..._from_tensor). SGLang hands the target's tensors
     to its draft, too, whose layers have the same names but for a prefix. Only tensors of the draft's own checkpoint are
@@ -94,7 +92,6 @@ class StrictLoad:
     """
 
     def __init__(self) -> None:
-        self.active = True  # until the worker is built
         self._own: frozenset[str] | None = None
         """Names of the tensors of the draft's checkpoint; None: nothing was loaded yet."""
 
@@ -104,9 +101,9 @@ class StrictLoad:
         Raises:
             ValueError: tensors are unknown or missing; the message names all of them.
         """
-        if not self.active:
-            own = self._own
-            return load(model, (one for one in weights if own is None or one[0] in own))
+        own = self._own
+        if own is not None:
+            return load(model, (one for one in weights if one[0] in own))
         names: list[str] = []
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -126,39 +123,18 @@ class StrictLoad:
 
 
 def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
-    """Unknown tensors and missing ones, both by the checkpoint's names."""
-    unknown, filled = [], set()
+    """Unknown tensors, and missing ones by our names."""
+    parts_of_model = {part: parameter for parameter in sorted(parameters) for part in parts_of(parameter)}
+    filled, unknown = set[str](), []
     for name in names:
-        place = _place(name, parameters)
-        if place is not None:
-            filled.add(place)
+        is_read = name in READ_ALIASES or name.removeprefix("model.") not in ALIASES
+        parts = parts_of(name) if is_read else [name]
+        if parts_of_model.keys() >= set(parts):
+            filled.update(parts)
         elif not any(part in name for part in SPARE):
             unknown.append(name)
-    wanted = [place for name in sorted(parameters) if not name.endswith(DERIVED) for place in _pieces(name)]
-    missing = [whole.replace(STACKED[part], part) if part else whole for whole, part in wanted
-               if (whole, part) not in filled and (whole, "") not in filled]  # fmt: skip
-    return sorted(unknown), missing
-
-
-def _place(name: str, parameters: Collection[str]) -> tuple[str, str] | None:
-    """The parameter of a tensor, and the part of it; "" is the whole."""
-    for part, whole in STACKED.items():
-        if f".{part}." in name:
-            found = _parameter(name.replace(part, whole), parameters)
-            if found is not None:
-                return found, part
-    found = _parameter(name, parameters)
-    return None if found is None else (found, "")
-
-
-def _parameter(name: str, parameters: Collection[str]) -> str | None:
-    candidates = (name, name.removeprefix("model."), f"model.{name}", ALIASES.get(name, name))
-    return next((candidate for candidate in candidates if candidate in parameters), None)
-
-
-def _pieces(name: str) -> Iterator[tuple[str, str]]:
-    parts = [part for part, whole in STACKED.items() if f".{whole}." in name]
-    yield from ((name, part) for part in parts or [""])
+    wanted = [part for part, parameter in parts_of_model.items() if not parameter.endswith(DERIVED)]
+    return sorted(unknown), [part for part in wanted if part not in filled]
 
 
 NEUTRAL = {**PENALTIES, "min_new_tokens": 0}

@@ -1,4 +1,4 @@
-"""Results of every step, for the width policy and for Prometheus.
+"""Results of every step, for Prometheus and for the width policy, which decides for a whole batch. Needs no SGLang.
 
 The metrics stand on the same page as SGLang's own. Readers derive from them: survival of slot k =
 slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps of widths > 1.
@@ -7,30 +7,32 @@ slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum 
 from __future__ import annotations
 
 from collections import Counter as Numbers
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
+from itertools import compress
 from time import perf_counter
 from typing import Any
 
-from dflash_serve.speculation.policy import Step
+from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, STEPS
 
 _MARK = "_dflash_serve_launch"  # attribute of SGLang's results: number of the launch, and context tokens
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
 """Upper bounds of the histogram's buckets."""
-PENDING = 64  # maximum number of unread pairs of GPU events; older ones are dropped
+UNWRITTEN = 16
+"""Steps after which counts are written. Each of some 30 counters takes 2 us (a file that processes share)."""
 
 
 class Results:
-    """Launches and results of one worker, in this process; `listeners` are told the result of every step.
+    """Launches and results of one worker, in this process.
 
-    With overlapped scheduling SGLang reads a step's result after it has launched the next step. So a step's time is the
-    time from the last result to its own, host work included.
+    `listeners` are told every step, and which of its requests go on. With overlapped scheduling SGLang reads a step's
+    result after it has launched the next step. So a step's time is the time from the last result to its own, host work
+    included.
     """
 
     def __init__(self) -> None:
-        self.listeners: list[Callable[[Step], None]] = []
+        self.listeners: list[Callable[[Step, list[str]], None]] = []
         self._launched = 0
         self._last: tuple[int, float] = (-1, 0.0)
 
@@ -40,30 +42,66 @@ class Results:
         if result is not None:
             setattr(result, _MARK, (self._launched, context_tokens))
 
-    def on_result(self, settle: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    def on_result(self, process: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
         """Around SGLang's processing of a result: tells the listeners of the requests that SGLang counts.
 
-        Retracted and finished requests are left out. With overlapped scheduling a finished request may be verified once
-        more. The time is None if it is not that of the told requests alone.
+        They are told afterwards: the tokens are on their way, and it is known which requests have ended. Retracted and
+        finished requests are left out. With overlapped scheduling a finished request may be verified once more. The
+        time is None if it is not that of the told requests alone.
         """
-        live = [i for i, request in enumerate(batch.reqs) if not (request.is_retracted or request.finished())]
-        settled = settle(processor, result, batch)
+        counted = [not (request.is_retracted or request.finished()) for request in batch.reqs]
+        process(processor, batch, result)
+        live = list(compress(batch.reqs, counted))
         number, context = getattr(result, _MARK, (-1, 0))
         (last, then), self._last = self._last, (number, perf_counter())
-        alone = number > 0 and last == number - 1 and len(live) == len(batch.reqs)
+        alone = number > 0 and last == number - 1 and all(counted)
         step = Step(
-            [str(batch.reqs[i].rid) for i in live],
-            [int(result.speculative_num_draft_tokens)] * len(live),
-            [result.num_correct_drafts_per_req_cpu[i] for i in live],
+            [request.rid for request in live],
+            [result.speculative_num_draft_tokens] * len(live),
+            list(compress(result.num_correct_drafts_per_req_cpu, counted)),
             self._last[1] - then if alone else None,
             context,
         )
+        running = [request.rid for request in live if not request.finished()]
         for listener in self.listeners:
-            listener(step)
-        return settled
+            listener(step, running)
 
 
 RESULTS = Results()  # those of this process: a scheduler has one worker
+
+
+class BatchWidths:
+    """One width for a whole batch, from a policy that gives each request a width of its own."""
+
+    def __init__(self, policy: WidthPolicy, offered: Collection[int]) -> None:
+        self.policy, self.offered = policy, sorted(offered)
+        self._ids: list[str] = []  # requests of the last decision
+        self._ahead: int | None = None  # a decision for them that no launch has taken
+
+    def observe(self, step: Step, running: list[str]) -> None:
+        """Takes a step's result, and decides for the requests that go on: the device works now, and waits later."""
+        self.policy.observe(step)
+        if running:
+            self._ahead = self._decided(running, step.context_tokens)
+
+    def choose(self, request_ids: list[str], context_tokens: int = 0) -> int:
+        """The width of the coming step: the smallest offered one that is enough for every request.
+
+        Every decoding step of SGLang has all running requests, so those that are not in it have ended.
+
+        Args:
+            context_tokens: K/V tokens of all requests together.
+        """
+        ahead, self._ahead = self._ahead, None
+        return ahead if ahead and self._ids == request_ids else self._decided(request_ids, context_tokens)
+
+    def _decided(self, request_ids: list[str], context_tokens: int) -> int:
+        if request_ids != self._ids:
+            for ended in set(self._ids).difference(request_ids):
+                self.policy.forget(ended)
+            self._ids = request_ids
+        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        return next((width for width in self.offered if width >= wanted), self.offered[-1])
 
 
 class SpeculationMetrics:
@@ -86,62 +124,38 @@ class SpeculationMetrics:
             self._offered(slot)
             self._accepted(slot)
         self._steps(block_size)
+        self._seen, self._unwritten = Numbers[tuple[int, int]](), 0  # (width, accepted drafts), not yet written
         about = "Time of one drafter pass over a batch."
         self.drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS).labels(model_name)
 
-    def verified(self, step: Step) -> None:
-        """Counts a step."""
-        requests = len(step.widths)
-        if not requests:
+    def verified(self, step: Step, running: list[str]) -> None:
+        """Counts a step. Writing is slow, so counts are written after `UNWRITTEN` steps, or when an answer ends."""
+        self._seen.update(zip(step.widths, step.accepted, strict=True))
+        self._unwritten += 1
+        if self._unwritten < UNWRITTEN and len(running) == len(step.widths):
             return
-        width, passed = step.widths[0], 0
-        self._steps(width).inc(requests)
-        ended_at = Numbers(step.accepted)
-        for slot in range(width - 1, 0, -1):
-            passed += ended_at[slot]
-            self._offered(slot).inc(requests)
-            self._accepted(slot).inc(passed)
+        offered, accepted = Numbers[int](), Numbers[int]()
+        for (width, passed), times in self._seen.items():
+            self._steps(width).inc(times)
+            offered.update(dict.fromkeys(range(1, width), times))
+            accepted.update(dict.fromkeys(range(1, passed + 1), times))
+        for counter, slots in ((self._offered, offered), (self._accepted, accepted)):
+            for slot, times in slots.items():
+                counter(slot).inc(times)
+        self._seen.clear()
+        self._unwritten = 0
 
 
 def watch(worker: Any) -> None:
     """Attaches metrics to a built worker, on the first rank and if SGLang's metrics are on."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.utils.device_timer import DeviceTimer
 
     settings = resolving_view(worker.server_args)
     if not settings.enable_metrics or get_parallel().tp_rank != 0:
         return
     metrics = SpeculationMetrics(settings.served_model_name, int(settings.speculative_num_draft_tokens or 1))
     RESULTS.listeners.append(metrics.verified)
-    runner, report = worker.draft_model_runner, metrics.drafting.observe
-    on_gpu = str(worker.device).startswith("cuda")
-    runner.forward = _timed_on_gpu(runner.forward, report) if on_gpu else _timed_on_host(runner.forward, report)
-
-
-def _timed_on_host(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = perf_counter()
-        output = forward(*args, **kwargs)
-        report(perf_counter() - start)
-        return output
-
-    return call
-
-
-def _timed_on_gpu(forward: Callable[..., Any], report: Callable[[float], None]) -> Callable[..., Any]:
-    import torch
-
-    waiting: deque[tuple[Any, Any]] = deque(maxlen=PENDING)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        while waiting and waiting[0][1].query():
-            start, end = waiting.popleft()
-            report(start.elapsed_time(end) / 1000)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        output = forward(*args, **kwargs)
-        end.record()
-        waiting.append((start, end))
-        return output
-
-    return call
+    # SGLang gives a timer, which waits for no event, to its other drafters, but not to DFlash's.
+    worker.draft_model_runner.device_timer = DeviceTimer(reporter=lambda t, **_: metrics.drafting.observe(t))

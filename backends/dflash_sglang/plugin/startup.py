@@ -81,17 +81,18 @@ def build_states(worker: Any, widths: Iterable[int], ranks: Ranks) -> dict[int, 
     needed, reserve = FIRST_GB, _reserve_gb(worker)
     # 1 first, because `auto` may not be slower than no speculation; then 4; then narrow to wide.
     for width in sorted(widths, key=lambda width: (width != 1, width != 4, width)):
-        free = ranks.least(free_gb(worker))
+        (free,) = ranks.least(free_gb(worker))
         if free < needed + reserve:
-            left = sorted(set(widths) - set(states))
+            others = sorted(set(widths) - set(states))
             text = "dflash-serve: no memory for widths %s: %.1f GB are free, one needs %.1f beside %.1f to serve"
-            logger.warning(text, left, free, needed, reserve)
+            logger.warning(text, others, free, needed, reserve)
             break
         try:
             states[width] = _build(worker, width, ranks)
         except RankError as error:
             logger.warning("dflash-serve: no width %d: %s", width, error)
-        needed = max(needed if len(states) > 1 else 0.1, free - ranks.least(free_gb(worker)))
+        (left,) = ranks.least(free_gb(worker))
+        needed = max(needed if len(states) > 1 else 0.1, free - left)
     return states
 
 
@@ -158,8 +159,8 @@ def measure(worker: Any, widths: list[int], run: RunStep, ranks: Ranks) -> CostM
             seconds = timed(worker, job, run, ranks)
             if turn:
                 times[job].append(seconds)
-    least = ranks.slowest(torch.tensor([min(times[job]) for job in jobs], dtype=torch.float64)).tolist()
-    return tabulate(dict(zip(jobs, least, strict=True)))
+    slowest = (-time for time in ranks.least(*(-min(times[job]) for job in jobs)))
+    return tabulate(dict(zip(jobs, slowest, strict=True)))
 
 
 def timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:

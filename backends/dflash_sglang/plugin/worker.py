@@ -20,14 +20,13 @@ from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, WidthPolicy
-from dflash_sglang.launch_plan import narrow_widths
+from dflash_sglang.launch_plan import asked_width, narrow_widths
 
 from .penalties import Penalties
 from .ranks import RankError, Ranks
-from .results import RESULTS
+from .results import RESULTS, BatchWidths
 from .startup import WidthState, build_states, measure, timed
 from .step import run_step
-from .widths import BatchWidths, asked_width
 
 logger = logging.getLogger(__name__)
 WHOLE = "dflash-serve: blocks are verified whole, as SGLang does by itself: %s"
@@ -135,7 +134,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             return self.widths.offered[0]
         choice = 0
         if self.ranks.is_first:
-            choice = self.widths.choose([str(request.rid) for request in batch.reqs], context)
+            choice = self.widths.choose([request.rid for request in batch.reqs], context)
         return self.ranks.number_from_first(choice)
 
 

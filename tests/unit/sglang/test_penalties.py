@@ -73,29 +73,6 @@ PENALISED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("params", PENALISED)
-def test_every_row_of_every_block_is_penalised_as_a_plain_loop_does(params: dict[str, float]) -> None:
-    torch.manual_seed(0)
-    ours, other, penalties = request("a", [], **params), request("b", []), Penalties(VOCAB, "cpu")
-    prefilled(penalties, [other, ours])
-    assert penalties.concern([other, ours])
-    output = [3]  # the first token, of the prefill: the first block's anchor
-    for gained in (1, 3, 4, 2):
-        tokens = torch.randint(0, VOCAB - 1, (2, WIDTH))
-        tokens[1, 0] = output[-1]
-        logits = torch.randn(2 * WIDTH, VOCAB)
-        found = logits.clone()
-        penalties.constrain([other, ours], found, tokens)
-        assert torch.equal(found[:WIDTH], logits[:WIDTH])
-        for slot in range(WIDTH):
-            known = output[:-1] + tokens[1, : slot + 1].tolist()
-            expected = plain(logits[WIDTH + slot], known, ours.sampling_params)
-            torch.testing.assert_close(found[WIDTH + slot], expected)
-        penalties.settle([other, ours], tokens, torch.tensor([2, gained]))
-        bonus = int(torch.randint(0, VOCAB - 1, (1,)))
-        output = output[:-1] + tokens[1, :gained].tolist() + [bonus]
-
-
 def test_a_request_that_decodes_in_a_mixed_batch_counts_its_anchor() -> None:
     penalties, ours = Penalties(VOCAB, "cpu"), request("a", [], presence_penalty=1.0)
     prefilled(penalties, [ours])

@@ -20,11 +20,10 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_serve.speculation.width import AutoWidth
-from dflash_sglang.launch_plan import WIDTH_VARIABLE, narrow_widths
+from dflash_sglang.launch_plan import AUTO, WIDTH_VARIABLE, asked_width, narrow_widths
 from dflash_sglang.plugin import in_rows_of_the_buffer
 from dflash_sglang.plugin.refusals import NEUTRAL, StrictLoad, account, draft_problems, guarded, refusal
-from dflash_sglang.plugin.results import Results, SpeculationMetrics
-from dflash_sglang.plugin.widths import AUTO, BatchWidths, asked_width
+from dflash_sglang.plugin.results import BatchWidths, Results, SpeculationMetrics
 from tests.support.heads import HEADS
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 
@@ -36,6 +35,7 @@ PARAMETERS = sorted(
     {".".join(WHOLE.get(part, part) for part in name.split(".")) for name in TENSORS if ".up_proj." not in name}
 )
 """As SGLang's class has them: q, k and v are one parameter, gate and up another."""
+CODEBOOK = "candidate_selector.predecessor_codebook"
 
 
 def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs_torch() -> None:
@@ -57,7 +57,9 @@ def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs
         ([n for n in TENSORS if n != "layers.1.self_attn.k_proj.weight"], [], [], ["layers.1.self_attn.k_proj.weight"]),
         ([n for n in TENSORS if n != "layers.0.mlp.up_proj.weight"], [], [], ["layers.0.mlp.up_proj.weight"]),
         ([n.replace("fc.weight", "fc.weight_packed") for n in TENSORS], [], ["fc.weight_packed"], ["fc.weight"]),
-        (TENSORS, ["candidate_selector.predecessor_codebook"], [], ["candidate_selector.predecessor_codebook"]),
+        (TENSORS, [CODEBOOK], [], [CODEBOOK]),
+        (["encoder.fc.weight" if n == "fc.weight" else n for n in TENSORS], [], [], []),
+        ([*TENSORS, f"{CODEBOOK}.weight"], [CODEBOOK], [f"{CODEBOOK}.weight"], [CODEBOOK]),
         (TENSORS, ["layers.0.attention_conv.base_kernel"], [], ["layers.0.attention_conv.base_kernel"]),
         (TENSORS, ["fc.weight_scale", "fc.input_scale"], [], []),  # a quantisation makes them itself
     ],
@@ -75,7 +77,7 @@ def test_a_broken_draft_is_not_loaded_and_later_updates_touch_only_the_drafts_ow
     with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight, "):
         strict(lambda _, given: list(given), model, [one for one in weights if not one[0].startswith("layers.1.")])
     strict(lambda _, given: list(given), model, weights)
-    strict.active = False  # the worker is built; from then on weights come in parts, the target's among them
+    # From then on weights come in parts, the target's among them.
     of_target: list[tuple[str, Any]] = [(f"model.{name}", None) for name, _ in weights if name.startswith("layers.")]
     assert of_target
     assert strict(lambda _, given: list(given), model, [*of_target, *weights[:3]]) == weights[:3]
@@ -154,22 +156,27 @@ def result(width: int, *accepted: int) -> Any:
 
 
 def test_a_result_has_the_requests_that_sglang_counts_and_a_time_where_the_step_was_theirs_alone() -> None:
-    results, heard = Results(), list[Step]()
-    results.listeners.append(heard.append)
+    results, heard, going_on = Results(), list[Step](), list[list[str]]()
+    results.listeners = [lambda step, _: heard.append(step), lambda _, running: going_on.append(running)]
     alone, mixed = [request("a")], [request("a"), request("b", finished=True), request("c", retracted=True)]
     first, second, third, fourth = result(4, 1), result(4, 2), result(4, 2, 3, 1), result(4, 0)
+
+    def read(found: Any, reqs: list[Any], process: Any = lambda *_: None) -> None:
+        results.on_result(process, None, SimpleNamespace(reqs=reqs), found)
+
     results.launched(first, context_tokens=7)
     results.launched(second)  # launched before the first one's result is read, as with overlapped scheduling
-    assert results.on_result(lambda *_: "settled", None, first, SimpleNamespace(reqs=alone)) == "settled"
-    results.on_result(lambda *_: None, None, second, SimpleNamespace(reqs=alone))
+    read(first, alone)
+    read(second, alone)
     results.launched(third)
-    results.on_result(lambda *_: None, None, third, SimpleNamespace(reqs=mixed))
+    read(third, mixed)
     results.launched()  # a prefill
     results.launched(fourth)
-    results.on_result(lambda *_: None, None, fourth, SimpleNamespace(reqs=alone))
+    read(fourth, alone, lambda _, batch, __: setattr(batch.reqs[0], "finished", lambda: True))
     assert [(step.request_ids, step.widths, step.accepted) for step in heard] == [
         (["a"], [4], [count]) for count in (1, 2, 2, 0)
     ]
+    assert going_on == [["a"], ["a"], ["a"], []], "what ends with this step is counted, and not decided for"
     assert [step.seconds is None for step in heard] == [True, False, True, True]
     assert [step.context_tokens for step in heard] == [7, 0, 0, 0]
 
@@ -183,10 +190,15 @@ def test_metrics_count_every_slot_of_every_request() -> None:
         return [of(f"dflash_serve:{name}_total", {"model_name": "m", label: str(value)}) for value in values]
 
     assert read("steps", "width", 4) + read("slots_offered", "slot", 1, 2, 3) == [0] * 4, "0 before the first step"
-    metrics.verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]))
-    assert read("steps", "width", 4) == [3]
-    assert read("slots_offered", "slot", 1, 2, 3) == [3, 3, 3]
-    assert read("slots_accepted", "slot", 1, 2, 3) == [2, 1, 1]
+    metrics.verified(Step(["a", "b", "c"], [4] * 3, [0, 1, 3]), ["a", "b", "c"])
+    assert read("steps", "width", 4) == [0]
+    metrics.verified(Step(["a"], [2], [1]), [])
+    assert read("steps", "width", 2, 4) == [1, 3], "the counts are written when an answer ends"
+    assert read("slots_offered", "slot", 1, 2, 3) == [4, 3, 3]
+    assert read("slots_accepted", "slot", 1, 2, 3) == [3, 1, 1]
+    for _ in range(16):
+        metrics.verified(Step(["a"], [1], [0]), ["a"])
+    assert read("steps", "width", 1) == [16]
 
 
 def test_a_narrow_step_costs_what_its_batch_says() -> None:
@@ -222,13 +234,13 @@ def test_a_launch_takes_the_decision_that_was_made_when_the_last_result_was_read
 
     monkeypatch.setattr(FixedWidth, "widths", four)
     widths = BatchWidths(FixedWidth(4), [1, 4, 8])
-    widths.observe(Step(["a", "b"], [4, 4], [1, 2], None, 90))
+    widths.observe(Step(["a", "b", "c"], [4] * 3, [1, 2, 0], None, 90), ["a", "b"])
     assert asked.pop() == (["a", "b"], 90)
     assert (widths.choose(["a", "b"], 93), asked) == (4, []), "nothing is worked out between two launches"
     for ids in (["a", "b"], ["a", "b", "c"]):  # it is taken once, and by its own requests only
         assert widths.choose(ids) == 4
         assert asked.pop()[0] == ids
-        widths.observe(Step(["a", "b"], [4, 4], [1, 2]))
+        widths.observe(Step(["a", "b"], [4, 4], [1, 2]), ["a", "b"])
         asked.clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _streams()
+    torch.cpu.Event = Event  # type: ignore[misc]
     replacements = {
         "sglang.kernels.ops.attention.table_qk_norm_rope.table_qk_norm_rope_": qk_norm_rope,
         "sglang.kernels.ops.kvcache.cache_move.copy_all_layer_kv_cache_func": _nothing,
@@ -63,6 +65,19 @@ def _streams() -> None:
             record(self, stream)
 
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
+
+
+class Event(torch.cpu.Event):
+    """With a time, as events of devices have."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.record()
+
+    def record(self, stream: Any = None) -> None:
+        self._at = perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end._at - self._at)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -94,7 +94,7 @@ def _policy(worker: Any, batch: Any) -> tuple[float, float]:
         result = SimpleNamespace(speculative_num_draft_tokens=width, num_correct_drafts_per_req_cpu=accepted)
         RESULTS.launched(result, context_tokens=CONTEXT * len(batch.reqs))
         began = thread_time()
-        RESULTS.on_result(lambda *_: None, None, result, batch)
+        RESULTS.on_result(lambda *_: None, None, batch, result)
         after += thread_time() - began
     return 1e6 * before / REPETITIONS, 1e6 * after / REPETITIONS
 
