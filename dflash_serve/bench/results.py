@@ -409,7 +409,7 @@ def _quotients(point: Point) -> dict[str, Any]:
     return {"acceptance_length": point.acceptance.acceptance_length, "survival": point.survival or None}
 
 
-def html_page(package: str | None, **values: Any) -> str:
+def html_page(package: str, **values: Any) -> str:
     """One HTML document that needs no network: the package's template with these values."""
     from jinja2 import Environment, StrictUndefined
 
@@ -426,7 +426,7 @@ def as_html(report: ReportData) -> str:
     }
     spots = [point for points in report.curves.values() for point in points]
     return html_page(
-        __package__,
+        "dflash_serve.bench",
         report=report,
         colours=colours(report.variants),
         best=best,

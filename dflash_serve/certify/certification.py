@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_serve.backend import EMBEDDED, LookingBackend, Prompt, ServerBackend, server_backend
+from dflash_serve.backend import EMBEDDED, LookingBackend, Prompt, server_backend
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
@@ -58,63 +57,6 @@ class OutOfTimeError(Exception):
     """The time is used up; everything finished is kept."""
 
 
-@dataclass
-class Servers:
-    """Servers of the variants, started when first asked for.
-
-    Args:
-        users: the largest load; a new server answers as many requests before it is measured.
-        together: the plain server goes on beside another one; otherwise one server runs at a time.
-        facts: by variant, what was seen of its server.
-    """
-
-    backend: ServerBackend
-    folder: Path
-    users: int
-    together: bool
-    facts: dict[str, dict[str, Any]]
-    running: dict[str, tuple[ExitStack, str]] = field(default_factory=dict)
-
-    @cached_property
-    def env(self) -> Mapping[str, str]:
-        return self.backend.look() if isinstance(self.backend, LookingBackend) else {}
-
-    def url(self, name: str, deployment: Deployment) -> str:
-        """The URL of a variant's server, which is started if it does not run."""
-        if name not in self.running:
-            if name != OFF or not self.together:
-                self.stop(but=OFF if self.together else None)
-            stack, folder, before = ExitStack(), self.folder / slug(name), (query_gpus("memory.used"), host_mib())
-            env, start = self.env, time.monotonic()
-            url = stack.enter_context(running_server(self.backend, deployment, folder, env=env))
-            self.running[name], log = (stack, url), folder / "server.log"
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            self.facts[name] = {
-                "start_seconds": round(time.monotonic() - start, 1),
-                "gpu_mib": (before[0], query_gpus("memory.used")),
-                "host_mib": host_mib() - before[1],
-                "graphs": [line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)][-1:],
-                "context": Endpoint(url).context,
-            }
-            self.rate(url)
-        return self.running[name][1]
-
-    def rate(self, url: str) -> float:
-        """Tokens/s of short answers at the largest load; the first call warms a server up."""
-        start, params = time.monotonic(), SamplingParams(temperature=0, max_tokens=16)
-        asked = [(f"Count to {number} in words.", params) for number in range(self.users)]
-        list(Endpoint(url, concurrency=self.users).complete_all(asked))
-        return self.users * 16 / (time.monotonic() - start)
-
-    def stop(self, but: str | None = None) -> None:
-        """Ends all servers but one, and notes which metrics they had."""
-        for name in [name for name in self.running if name != but]:
-            stack, url = self.running.pop(name)
-            with stack, suppress(UserError):
-                told = vars(read_server(url)).items()
-                self.facts[name]["metrics"] = [key for key, value in told if value is not None]
-
-
 class Certification:
     """One certification, in one folder.
 
@@ -144,9 +86,8 @@ class Certification:
                 self.left_out.append(f"{word}, which is refused ({error})")
         first, self.backend = self.benches[FIXED], server_backend(settings.backend)
         self.variants = {name: cast(Deployment, v) for b in self.benches.values() for name, v in b.variants.items()}
-        facts = {name: store[f"server {name}"] for name in self.variants if f"server {name}" in store}
-        together, users = not first.settings.one_at_a_time, max(settings.concurrency)
-        self.servers = Servers(self.backend, self.work / "servers", users, together, facts)
+        self.together = not first.settings.one_at_a_time  # The plain server goes on beside another one
+        self.running: dict[str, tuple[ExitStack, str]] = {}  # Servers and their URLs, by variant
         texts = first.dataset.prompts
         self.prompts: list[Prompt] = [[{"role": "user", "content": text}] for text in (texts or ())[:20]]
         self.prompts = self.prompts or read_prompt_set()
@@ -180,22 +121,20 @@ class Certification:
                 if word == FIXED and self.measurements().low and "doctor" not in self.store:
                     self.store.put("doctor", self._doctor())
         finally:
-            self.servers.stop()
-            for name, seen in self.servers.facts.items():
-                self.store.put(f"server {name}", seen)
+            self._stop()
             self.store.put("spent", self.spent)
         return self.measurements()
 
     def _bench(self, word: str, rounds: int) -> Bench:
         each = self.store.get("requests per user", 1)
         change = {"variants": (OFF, word), "rounds": rounds, "output": self.work / word, "requests_per_user": each}
-        return Bench(self.settings.model_copy(update=change), lambda *one: nullcontext(self.servers.url(*one)))
+        return Bench(self.settings.model_copy(update=change), lambda name, _: nullcontext(self._url(name)))
 
     def _pair(self, word: str, until: float) -> None:
         self.benches[word].open_stores()  # what an interrupted run has finished counts even if no time is left
         (name,) = self.benches[word].variants.keys() - {OFF}
         if f"rate {name}" not in self.store:
-            rates = [self.servers.rate(self._url(one)) for one in (name, OFF)]
+            rates = [self._rate(self._url(one)) for one in (name, OFF)]
             self.store.put(f"rate {name}", min(rates))
         rate = self.store[f"rate {name}"]
         if "requests per user" not in self.store:  # the same for both pairs, and after an interruption
@@ -219,8 +158,52 @@ class Certification:
         self._longest, self._last = max(self._longest, self.spent - self._last), self.spent
         self.check(until - self._longest)  # the next run may take as long
 
+    @cached_property
+    def _env(self) -> Mapping[str, str]:
+        return self.backend.look() if isinstance(self.backend, LookingBackend) else {}
+
     def _url(self, name: str) -> str:
-        return self.servers.url(name, self.variants[name])
+        """The URL of a variant's server, which is started and warmed up if it does not run."""
+        if name not in self.running:
+            if name != OFF or not self.together:
+                self._stop(but=OFF if self.together else None)
+            stack, folder, before = (
+                ExitStack(),
+                self.work / "servers" / slug(name),
+                (query_gpus("memory.used"), host_mib()),
+            )
+            env, start = self._env, time.monotonic()
+            url = stack.enter_context(running_server(self.backend, self.variants[name], folder, env=env))
+            self.running[name], log = (stack, url), folder / "server.log"
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            self._seen(
+                name,
+                start_seconds=round(time.monotonic() - start, 1),
+                gpu_mib=(before[0], query_gpus("memory.used")),
+                host_mib=host_mib() - before[1],
+                graphs=[line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)][-1:],
+                context=Endpoint(url).context,
+            )
+            self._rate(url)
+        return self.running[name][1]
+
+    def _rate(self, url: str) -> float:
+        """Tokens/s of short answers at the largest load."""
+        users, params = max(self.settings.concurrency), SamplingParams(temperature=0, max_tokens=16)
+        start, asked = time.monotonic(), [(f"Count to {number} in words.", params) for number in range(users)]
+        list(Endpoint(url, concurrency=users).complete_all(asked))
+        return users * 16 / (time.monotonic() - start)
+
+    def _stop(self, but: str | None = None) -> None:
+        """Ends all servers but one, and notes which metrics they had."""
+        for name in self.running.keys() - {but}:
+            stack, url = self.running.pop(name)
+            with stack, suppress(UserError):
+                told = vars(read_server(url)).items()
+                self._seen(name, metrics=[key for key, value in told if value is not None])
+
+    def _seen(self, name: str, **facts: Any) -> None:
+        self.store.put(f"server {name}", self.store.get(f"server {name}", {}) | facts)
 
     def _verified(self, name: str, tokens: float) -> dict[str, Any]:
         kept = self.store.get(f"plan {name}")
@@ -236,8 +219,8 @@ class Certification:
         def subject(variant: str) -> AbstractContextManager[Subject]:
             return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
 
-        sides, context = (partial(subject, one) for one in (name, OFF)), lambda: self.servers.facts[name]["context"]
-        pair = SubjectPair(*sides, described, plan.dtype, context)
+        speculating, plain = (partial(subject, one) for one in (name, OFF))
+        pair = SubjectPair(speculating, plain, described, plan.dtype, lambda: self.store[f"server {name}"]["context"])
         run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
         with closing(answers):
             found = run.run().model_dump(mode="json")
@@ -266,8 +249,8 @@ class Certification:
         (name,) = self.benches[FIXED].variants.keys() - {OFF}
         self.tell("acceptance is low: asking the doctor")
         suspect = ("--url", self._url(name))
-        if not self.servers.together:  # its own engine needs the memory
-            self.servers.stop()
+        if not self.together:  # its own engine needs the memory
+            self._stop()
             suspect = ("--observed", str(self.measurements().acceptance_length))
         one, sentences = self.settings, list[str]()
         given = [str(one.deployment)] if one.deployment else ["--target", str(one.target)]
@@ -309,7 +292,7 @@ class Certification:
             verifications=verified,
             loads=loads,
             points=list(points.values()),
-            servers=self.servers.facts,
+            servers={name: self.store[f"server {name}"] for name in self.variants if f"server {name}" in self.store},
             expected=self._expected(),
             doctor=self.store.get("doctor"),
             not_tested=[*self.left_out, *self._missing(loads)],

@@ -202,7 +202,7 @@ def write_certificate(certificate: Certificate, folder: Path) -> None:
     value = certificate.model_dump(mode="json")
     page = {"it": value, "title": value["served"]["Target"], "columns": COLUMNS, "rows": table(certificate)}
     write_whole(folder / JSON, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / HTML, html_page(__package__, **page))
+    write_whole(folder / HTML, html_page("dflash_serve.certify", **page))
 
 
 def table(found: Measurements) -> list[list[str]]:

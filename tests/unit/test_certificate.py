@@ -23,11 +23,12 @@ from dflash_serve.certify.report import (
 from tests.house import ROOT
 from tests.support.command_line import call
 
-LOSSLESS, OPEN = ("lossless", {}, ()), ("could not tell", {}, ("nothing shows that it speculates",))
-BROKEN = ("not lossless", {"stale state": "greedy, prompt 2, position 5"}, ())
-FAST, SLOW, EVEN = (1.5, 1.45, 1.55), (0.8, 0.78, 0.82), (1.0, 0.9, 1.1)
 Spread = tuple[float, float, float]
 Verdict = tuple[str, dict[str, str], tuple[str, ...]]
+LOSSLESS: Verdict = ("lossless", {}, ())
+OPEN: Verdict = ("could not tell", {}, ("nothing shows that it speculates",))
+BROKEN: Verdict = ("not lossless", {"stale state": "greedy, prompt 2, position 5"}, ())
+FAST, SLOW, EVEN = (1.5, 1.45, 1.55), (0.8, 0.78, 0.82), (1.0, 0.9, 1.1)
 
 
 def ratios(name: str, spreads: dict[int, Spread], rounds: int) -> list[LoadRatio]:
