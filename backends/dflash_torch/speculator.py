@@ -61,9 +61,8 @@ class Speculator:
             rows = [n * size + first + slot for n, count in enumerate(counts) for slot in range(count)]
             hidden = hidden[to_device(rows, hidden.device)]
         grammars = [request.grammar for request in requests]
-        if self.hot_head is None or any(grammar is not None for grammar in grammars):
-            return propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
-        return self.hot_head.target_ids(propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
+        hot = None if any(grammar is not None for grammar in grammars) else self.hot_head
+        return propose(self.drafter, hot or self.target.draft_logits, hidden, anchors, counts, grammars)
 
     def draft_blocks(self, requests: Sequence[Request], table: Tensor, shape: Shape, slots: int) -> Tensor:
         """Greedy drafts [N, slots] on the device, for blocks of one width; it does not wait for the device.
@@ -75,8 +74,7 @@ class Speculator:
         """
         hidden, first = self.drafter_runner.blocks(self.drafter, table, shape), self.drafter.config.first_row
         head = self.hot_head or self.target.draft_logits
-        drafts = propose_blocks(self.drafter, head, hidden[:, first : first + slots], table[:, 2])
-        return drafts if self.hot_head is None else self.hot_head.ids[drafts]
+        return propose_blocks(self.drafter, head, hidden[:, first : first + slots], table[:, 2])
 
     def inject_blocks(self, table: Tensor, features: Tensor) -> None:
         """Writes the context K/V of whole blocks' features [N, W, F*H], by a table as of `draft_blocks`.

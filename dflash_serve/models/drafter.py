@@ -281,7 +281,7 @@ def propose(
     drafts: list[list[int]] = [[] for _ in counts]
     free = [index for index, grammar in enumerate(filters) if grammar is None]
     if free and drafter.markov_head is None and drafter.candidate_selector is None:
-        tokens = drafter.target_ids(logits.argmax(dim=-1)).tolist()
+        tokens = _likeliest(drafter, head, logits).tolist()
         for index in free:
             drafts[index] = tokens[blocks[index]]
     elif free:
@@ -308,8 +308,13 @@ def propose_blocks(drafter: Drafter, head: Head, hidden: Tensor, anchors: Tensor
     """
     logits = drafter.adjust_logits((drafter.lm_head or head)(hidden.flatten(0, 1)))
     if drafter.markov_head is None and drafter.candidate_selector is None:
-        return drafter.target_ids(logits.argmax(dim=-1)).view(hidden.shape[:2])
+        return _likeliest(drafter, head, logits).view(hidden.shape[:2])
     return Walk(drafter, hidden, logits.unflatten(0, hidden.shape[:2])).whole_path(anchors)
+
+
+def _likeliest(drafter: Drafter, head: Head, logits: Tensor) -> Tensor:
+    found = drafter.target_ids(logits.argmax(dim=-1))
+    return head.token_ids[found] if isinstance(head, HotHead) else found
 
 
 class Walk:
@@ -391,17 +396,17 @@ def write_hot_tokens(folder: Path, token_ids: Sequence[int]) -> None:
 
 
 class HotHead:
-    """The rows of a target's head for a list of tokens.
+    """The rows of a target's head for a list of tokens; `propose` turns the rows that it chooses into target ids.
 
     Args:
         head: of the target, packed or not.
         token_ids: target ids.
     """
 
-    def __init__(self, head: nn.Module, token_ids: Sequence[int]) -> None:
-        self.token_ids = list(token_ids)
-        self.ids = torch.tensor(self.token_ids, device=dense_weight(head).device)
-        rows = dense_weight(head)[self.ids]
+    def __init__(self, head: nn.Module, token_ids: Tensor | Sequence[int]) -> None:
+        weight = dense_weight(head)
+        self.token_ids = torch.as_tensor(token_ids, device=weight.device)
+        rows = weight[self.token_ids]
         linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(rows, requires_grad=False)
         self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))
@@ -410,7 +415,3 @@ class HotHead:
         """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""
         out: Tensor = self.linear(hidden)
         return out
-
-    def target_ids(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices in the list -> target ids."""
-        return [[self.token_ids[place] for place in draft] for draft in drafts]

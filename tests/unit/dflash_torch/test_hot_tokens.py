@@ -84,7 +84,7 @@ def test_it_differs_nowhere_from_the_reference_and_its_faults_are_its_own(folder
     changed = fault.change(speculator).hot_head
     assert changed is not None
     assert speculator.hot_head is not None
-    assert changed.token_ids == speculator.hot_head.token_ids == PART
+    assert changed.token_ids.tolist() == speculator.hot_head.token_ids.tolist() == PART
     x = torch.ones(1, 32)
     assert not torch.equal(changed(x), speculator.hot_head(x))
 
@@ -95,7 +95,6 @@ def test_the_rows_are_the_heads_own(packed: bool) -> None:
     x, expected = torch.randn(3, 64), head.weight[[2, 5, 39]].clone()
     made = HotHead(pack_linear(head) if packed else head, [2, 5, 39])
     torch.testing.assert_close(made(x), x @ expected.T, rtol=0.02, atol=0.02)  # rounded to bfloat16 where packed
-    assert made.target_ids([[2, 0], []]) == [[39, 2], []]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[3, 2]", "[1, 1]", "[-1, 2]", "[5, 96]", "[1.5]", '["1"]', "[1"])
