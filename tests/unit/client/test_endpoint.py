@@ -17,6 +17,7 @@ from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import API_KEY_ENV, RefusedError, read_api_key
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.subjects import ServerSubject
 from tests.support.site import site
 
 Reply = tuple[int, Any]
@@ -62,6 +63,13 @@ def test_every_engines_names_of_token_ids_in_chats_are_known(chat: dict[str, Any
     with server(lambda _: (200, chat)) as (url, _):
         answer = Endpoint(url).complete(HELLO, GREEDY)
     assert (answer.token_ids, answer.prompt_ids) == ((5,), (1, 2))
+
+
+@pytest.mark.parametrize(("overlaps", "wrong"), [(True, True), (False, False), (None, False)])
+def test_sglangs_late_penalties_are_known_by_its_settings(overlaps: bool | None, wrong: bool) -> None:
+    settings = {} if overlaps is None else {"disable_overlap_schedule": not overlaps}
+    with site(lambda path, *_: (200, settings) if settings and path == "/server_info" else (404, {})) as url:
+        assert (ServerSubject(Endpoint(url)).wrong_penalties() is not None) == wrong
 
 
 def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
