@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
 from dflash_serve.checkpoint.files import verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.common.http import read_keys
 from dflash_serve.deployment import GIB, GPUS, Deployment
 from dflash_serve.errors import Problem, UserError
-
-MOST_PADDING = 1024  # tokens: vocabularies are padded to multiples of 64 to 512, for each device
 
 
 def uses_drafter(deployment: Deployment) -> bool:
@@ -153,13 +151,8 @@ def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[st
         yield f"hidden_size is {config.hidden_size}, the target's is {target.hidden_size}", other
     if config.vocab_size != target.vocab_size:
         sizes = f"vocab_size is {config.vocab_size}, the target's is {target.vocab_size}"
-        rows = config.family != "DFlash" or config.draft_vocabulary is not None
         padded = 0 < config.vocab_size - target.vocab_size < MOST_PADDING
-        right = (
-            "cut the rows of its heads to the target's"
-            if rows
-            else f"set it to {target.vocab_size}: no tensor has rows for it"
-        )
+        right = "cut it to the target's by `dflash-serve convert --target`"
         yield (f"{sizes}: it may be a padded size", f"{right}, or {other}") if padded else (sizes, other)
     if config.num_target_layers not in (None, target.num_layers):
         yield f"trained for a target of {config.num_target_layers} layers, this one has {target.num_layers}", other

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,27 +22,14 @@ COLUMNS = ("prompt", "question", "instruction", "problem", "messages", "conversa
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMAN_EVAL = "humaneval"
 STUB = "Complete the following Python function:\n```python\n{}```"
-
-
-@dataclass(frozen=True)
-class HubTask:
-    """Questions of a dataset on the hub, and a template for each."""
-
-    repository: str
-    column: str
-    subset: str | None = None
-    split: str = "test"
-    template: str = "{}"
-
-
 TASKS = {
-    "gsm8k": HubTask("openai/gsm8k", "question", subset="main", template=BOXED),
-    "math500": HubTask("HuggingFaceH4/MATH-500", "problem", template=BOXED),
-    "mbpp": HubTask("google-research-datasets/mbpp", "prompt", subset="sanitized"),
-    "mt-bench": HubTask("HuggingFaceH4/mt_bench_prompts", "prompt", split="train"),
+    "gsm8k": ("openai/gsm8k,subset=main,column=question", BOXED),
+    "math500": ("HuggingFaceH4/MATH-500,column=problem", BOXED),
+    "mbpp": ("google-research-datasets/mbpp,subset=sanitized,column=prompt", "{}"),
+    "mt-bench": ("HuggingFaceH4/mt_bench_prompts,split=train,column=prompt", "{}"),
 }
-"""Task -> dataset; of MT-Bench, the first turns are used. LiveCodeBench's repository is a script, which is never run:
-export it to JSONL.
+"""Task -> dataset as `hub_options` reads it, and the template of its prompts. Of MT-Bench, the first turns are used.
+LiveCodeBench's repository is a script, which is never run: export it to JSONL.
 """
 
 
@@ -200,20 +186,17 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
     """
     name, _, source = text.partition("=")
     where = f"task {name}"
-    if source.startswith(HUB):
-        repository, options = hub_options(source, where)
-        return name, hub_prompts(repository, where=where, **options)
-    if source:
+    if source and not source.startswith(HUB):
         return name, jsonl_prompts(Path(source), do="check the prompts' path")
-    if name == HUMAN_EVAL:
+    if not source and name == HUMAN_EVAL:
         return name, human_eval_prompts(where)
-    if name not in TASKS:
+    if not source and name not in TASKS:
         known = (HUMAN_EVAL, *TASKS)
         do = did_you_mean(name, known) or f"give NAME=FILE.jsonl, NAME={HUB_FORM}, or one of {', '.join(known)}"
         raise UserError(f"{text!r} is no task", where="--task", do=do)
-    task = TASKS[name]
-    found = hub_prompts(task.repository, subset=task.subset, split=task.split, column=task.column, where=where)
-    return name, [task.template.format(prompt) for prompt in found]
+    dataset, template = (source, "{}") if source else TASKS[name]
+    repository, options = hub_options(dataset, where)
+    return name, [template.format(prompt) for prompt in hub_prompts(repository, where=where, **options)]
 
 
 def human_eval_prompts(where: str) -> list[str]:

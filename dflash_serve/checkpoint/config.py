@@ -88,6 +88,7 @@ class Heads(Frozen):
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
 BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
+MOST_PADDING = 1024  # tokens: vocabularies are padded to multiples of 64 to 512, for each device
 BF16 = 2  # bytes of a number in bfloat16
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import DrafterConfig, MarkovConfig
+from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig, MarkovConfig, expected_tensors
 from dflash_serve.errors import Problem, UserError
 
 Converted = tuple[DrafterConfig, dict[str, Tensor]]
@@ -67,9 +67,14 @@ def differing_rows(own: Tensor, head: Tensor, ids: Tensor) -> int:
     return count
 
 
-def with_markov_head(
-    config: DrafterConfig, tensors: Mapping[str, Tensor], *, rank: int, fresh: bool, seed: int = 0
-) -> Converted:
+def without_padding(config: DrafterConfig, tensors: Mapping[str, Tensor], vocab_size: int) -> Converted:
+    """A drafter whose vocabulary is padded beyond its target's `vocab_size`, cut to it; any other one unchanged."""
+    if 0 < config.vocab_size - vocab_size < MOST_PADDING:
+        config = config.model_copy(update={"vocab_size": vocab_size})
+    return config, {name: tensors[name][: shape[0]] for name, shape in expected_tensors(config).items()}
+
+
+def with_markov_head(config: DrafterConfig, tensors: Mapping[str, Tensor], *, rank: int, fresh: bool) -> Converted:
     """A drafter with an added vanilla Markov head whose bias is zero: its drafts do not change.
 
     Args:
@@ -84,7 +89,7 @@ def with_markov_head(
     dtype = tensors["fc.weight"].dtype
     first = torch.zeros(config.vocab_size, rank)
     if fresh:
-        first.normal_(std=FRESH_STD, generator=torch.Generator().manual_seed(seed))
+        first.normal_(std=FRESH_STD, generator=torch.Generator().manual_seed(0))
     added = {
         "markov_head.markov_w1.weight": first.to(dtype),
         "markov_head.markov_w2.weight": torch.zeros(config.draft_vocabulary or config.vocab_size, rank, dtype=dtype),

@@ -139,10 +139,11 @@ def convert(
 ) -> None:
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
 
-    A --target that is given is checked against the drafter, and named in what is written.
+    A --target that is given is checked against the drafter, and named in what is written. A vocabulary that is padded
+    beyond the target's is cut to it.
     """
     need("torch", "safetensors", "torch")
-    from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head
+    from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
     from dflash_serve.models.loader import head_weight
 
     checkpoint = _opened(source, revision)
@@ -151,6 +152,7 @@ def convert(
     assert checkpoint.dialect is not None
     if target is not None:
         shape = _shape(target)
+        config, tensors = without_padding(config, tensors, shape.vocab_size)
         raise_problems(check_pairing(config, shape), hint="`dflash-serve inspect --target` shows all")
         config = config.model_copy(update={"num_target_layers": shape.num_layers})
     if full_vocabulary:

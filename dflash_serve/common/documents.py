@@ -80,13 +80,12 @@ def parse_json(text: str, limits: DocumentLimits = DATA, *, where: str, do: str 
         raise UserError(f"not valid JSON ({_reason(error)})", where=where, do=do) from None
 
 
-def read_yaml(path: Path, limits: DocumentLimits = TEXT) -> object:
+def read_yaml(path: Path) -> object:
     """The contents of a YAML file; raises as `read_json`."""
     loader = None
     try:
-        loader = _Loader(read_text(path, limits))
-        loader.limits = limits
-        return _within(loader.get_single_data(), limits)
+        loader = _Loader(read_text(path))
+        return _within(loader.get_single_data(), TEXT)
     # The others come out of PyYAML's constructors: 2026-13-45, 0x_, a key in its own value.
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"not valid YAML ({_reason(error)})", where=str(path)) from None
@@ -124,23 +123,22 @@ def read_recipe_file(path: Path) -> object:
 
 class _Loader(yaml.SafeLoader):
     # Counts what is composed with every alias written out, before merge keys can multiply it.
-    limits = TEXT
     depth = values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         alias, before = self.check_event(yaml.AliasEvent), self.values
         self.sizes: dict[int, int] = self.__dict__.get("sizes", {})
         self.depth += 1
-        if self.depth > self.limits.depth:
-            raise ValueError(f"deeper than {self.limits.depth} levels")
+        if self.depth > TEXT.depth:
+            raise ValueError(f"deeper than {TEXT.depth} levels")
         node = super().compose_node(parent, index)
         self.depth -= 1
         if alias and id(node) not in self.sizes:
             raise ValueError("an alias stands inside its own value")
         self.values += self.sizes[id(node)] if alias else 1
         self.sizes[id(node)] = self.values - before
-        if self.values > self.limits.values:
-            raise ValueError(f"more than {self.limits.values:,} values")
+        if self.values > TEXT.values:
+            raise ValueError(f"more than {TEXT.values:,} values")
         return node
 
 

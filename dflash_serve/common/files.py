@@ -102,9 +102,9 @@ def mend_folder(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def require_writable(folder: Path, *, do: str = "name another --output") -> None:
+def require_writable(folder: Path) -> None:
     """Makes a folder and checks that it can be written, before hours are spent on its contents."""
-    write_whole(folder / ".writable", "", do=do)
+    write_whole(folder / ".writable", "", do="name another --output")
     (folder / ".writable").unlink()
 
 

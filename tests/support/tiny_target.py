@@ -30,7 +30,7 @@ GATED_DELTA_NETS = {
 """Three recurrent layers and one with attention, as Qwen3.5 has them."""
 
 
-def write_tiny_target(folder: Path, *, family: str = "llama", seed: int = 0, positions: int = 256) -> Path:
+def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 256) -> Path:
     """Writes config.json, safetensors and a byte-level tokenizer with a chat template; returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,22 +53,20 @@ def write_tiny_target(folder: Path, *, family: str = "llama", seed: int = 0, pos
     )
     if family.startswith("qwen3_5"):
         config.full_attention_interval = 4  # SGLang reads it, and transformers drops it as an argument
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
-def write_tiny_pair(folder: Path, *, block_size: int = 4, positions: int = 256) -> tuple[Path, Path]:
+def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
     """A target and a random drafter that fits it: (target folder, drafter folder)."""
-    target = write_tiny_target(folder / "target", positions=positions)
+    target = write_tiny_target(folder / "target")
     vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
     config = tiny_drafter_config(
-        block_size=block_size,
         num_target_layers=4,
         target_layer_ids=(0, 2),
         mask_token_id=SPECIALS.index("<mask>"),
         vocab_size=vocab_size,
-        max_position_embeddings=positions,
     )
     return target, write_tiny_drafter(folder / "drafter", config)
 

@@ -55,12 +55,12 @@ def test_a_task_of_the_papers_table_is_asked_in_its_wording(monkeypatch: pytest.
     asked: list[Any] = []
 
     def hub(repository: str, **options: Any) -> list[str]:
-        asked.append((repository, options["subset"], options["split"], options["column"]))
+        asked.append((repository, options.get("subset"), options["column"]))
         return ["1 + 1 = {?}"]
 
     monkeypatch.setattr(prompts, "hub_prompts", hub)
     name, (prompt,) = task_prompts("gsm8k")
-    assert (name, asked) == ("gsm8k", [("openai/gsm8k", "main", "test", "question")])
+    assert (name, asked) == ("gsm8k", [("openai/gsm8k", "main", "question")])
     assert prompt == "1 + 1 = {?}\nPlease reason step by step, and put your final answer within \\boxed{}."
     for known in TASKS:
         assert task_prompts(known)[0] == known

@@ -159,11 +159,9 @@ def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> t
     given = dflash.integers("target_layer_ids")
     if given is not None or dflash.has("target_layer_ids"):
         return given or (0,)
-    if depth is None:
-        what = "neither target_layer_ids nor num_target_layers is given"
-        dflash.note(what, "add the target layers it was trained with")
-        return (0,)
     try:
+        if depth is None:
+            raise ValueError("neither target_layer_ids nor num_target_layers is given")
         return uniform_target_layer_ids(depth, count)
     except ValueError as error:
         dflash.note(str(error), "add the target layers it was trained with")

@@ -49,8 +49,8 @@ class Pretrained:
 
     model_type = "qwen3"
 
-    def __init__(self, config: DrafterConfig, dtype: str = "float32") -> None:
-        self.config, self.torch_dtype = config, dtype
+    def __init__(self, config: DrafterConfig) -> None:
+        self.config, self.torch_dtype = config, "float32"
         self.architectures = ["DFlashDraftModel"]
         self.num_hidden_layers = config.num_layers
         self.dflash_config = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}

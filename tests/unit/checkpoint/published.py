@@ -114,12 +114,3 @@ PUBLISHED = (
     Published("gemma-4-31B-it-DFlash", 5, 5376, 10752, (64, 8), 16, [1, 12, 23, 35, 46, 57], 60, 2.86, GEMMA4, 2048),
     Published("gemma-4-26B-A4B-it-DFlash", 5, 2816, 5632, (32, 8), 16, [1, 6, 11, 17, 22, 27], 30, 0.80, GEMMA4, 2048),
 )  # fmt: skip
-
-
-def dflash2_config_json() -> dict[str, object]:
-    """Qwen3.8-27B-DFlash2 (heads not published: those of Qwen3.6-27B)."""
-    plain = Published("Qwen3.8-27B-DFlash2", 5, 5120, 17408, (32, 8), 8, [5, 19, 33, 47, 61], 64, 3.59, QWEN35, 2048)
-    config = {**plain.config_json(), "architectures": ["DFlash2DraftModel"], "layer_types": [SLIDING] * 5}
-    heads = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16, "block_size": 8}
-    dflash = {"mask_token_id": 248070, "target_layer_ids": plain.target_layer_ids, **heads}
-    return {**config, "is_causal": False, "dflash_config": dflash}

@@ -18,7 +18,8 @@ from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import propose
 from dflash_serve.models.loader import head_weight, load_drafter
-from tests.support.heads import SELECTOR, SHIFTED, VANILLA
+from tests.support.heads import HEADS, SELECTOR, SHIFTED, VANILLA
+from tests.support.paper_models import write_paper_target
 from tests.support.tiny import random_tensors, tiny_drafter_config
 from tests.support.tiny_target import write_tiny_pair
 
@@ -95,6 +96,21 @@ def test_another_targets_head_is_refused() -> None:
         with_full_vocabulary(REDUCED, copied(torch.randn(96, 32)), torch.randn(96, 64))
     with pytest.raises(UserError, match="has all of the target's tokens"):
         with_full_vocabulary(tiny_drafter_config(), {}, torch.randn(96, 32))
+
+
+@pytest.mark.parametrize(("name", "to"), [("plain", "zlab"), ("DFlash2", "zlab"), ("vanilla Markov", "deepspec")])
+def test_a_padded_vocabulary_is_cut_to_the_targets(name: str, to: str, tmp_path: Path) -> None:
+    config = tiny_drafter_config(**HEADS[name])
+    tensors = random_tensors(config)
+    write_drafter(tmp_path / "padded", config, tensors, dialect=to)
+    target = write_paper_target(tmp_path / "target", vocab_size=90, hidden_size=32)
+    argv = ["convert", str(tmp_path / "padded"), str(tmp_path / "cut"), "--to", to, "--target", str(target)]
+    assert CliRunner().invoke(app, argv).exit_code == 0
+    checkpoint = open_checkpoint(tmp_path / "cut")
+    assert (checkpoint.problems, checkpoint.config) == ([], config.model_copy(update={"vocab_size": 90}))
+    cut = load_tensors(checkpoint)
+    assert all(torch.equal(cut[name], tensor[: len(cut[name])]) for name, tensor in tensors.items())
+    assert {len(cut[name]) for name, tensor in tensors.items() if len(tensor) == 96} <= {90}
 
 
 def test_the_verb_compares_with_the_targets_own_head(tmp_path: Path) -> None:

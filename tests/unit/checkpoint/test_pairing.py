@@ -24,6 +24,7 @@ def test_its_own_target_has_no_problems() -> None:
     ("target", "words"),
     [
         (replace(TARGET, vocab_size=100), ["vocab_size is 96, the target's is 100"]),
+        (replace(TARGET, vocab_size=90), ["the target's is 90: it may be a padded size"]),
         (replace(TARGET, hidden_size=64), ["hidden_size is 32, the target's is 64"]),
         (replace(TARGET, num_layers=9), ["trained for a target of 8 layers, this one has 9"]),
         (replace(TARGET, num_layers=5), ["8 layers, this one has 5", "name [5], but the target has layers 0..4"]),

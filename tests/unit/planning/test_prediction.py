@@ -16,9 +16,9 @@ from tests.support.planned import planned_pair
 WIDTHS = [2, 4, 6, 8, 12, 16]
 
 
-def predictor(folder: Path, gpu: str = "h100", constants: str = "sglang-spec-v1") -> Predictor:
-    times = Roofline(planned_pair(folder), SPECIFICATIONS[gpu], Split())
-    return Predictor(times, constants_of("sglang", constants), Load(1024, 1024), 16)
+def predictor(folder: Path) -> Predictor:
+    times = Roofline(planned_pair(folder), SPECIFICATIONS["h100"], Split())
+    return Predictor(times, constants_of("sglang", "sglang-spec-v1"), Load(1024, 1024), 16)
 
 
 def test_tokens_per_second_are_what_the_formula_says(tmp_path: Path) -> None:
