@@ -360,12 +360,12 @@ def _width_notes(plan: TensorRTLLMPlan) -> Iterator[str]:
         if starving is not None:
             yield (
                 f"from {starving} requests on nothing is drafted, and the drafter misses the features of tokens that "
-                "are decoded then: it accepts little until those requests end (TensorRT-LLM #16888)"
+                "are decoded then: it accepts little until those requests end (TensorRT-LLM#16888)"
             )
     elif plan.draft_lengths():
         yield (
             "the width follows how many requests run, and nothing else; it never falls below 2 slots, because a step "
-            "without a draft would leave the drafter without its features (TensorRT-LLM #16888)"
+            "without a draft would leave the drafter without its features (TensorRT-LLM#16888)"
         )
     elif plan.deployment.speculation.width == "auto":
         yield (

@@ -135,6 +135,7 @@ def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     role = plan.deployment.role
     if role != "whole":
         what = f"role {role}: the decoding server never sees the prompt's features, so acceptance silently drops"
+        what += " (TensorRT-LLM#19352)"
         yield Problem(what, "role", "serve whole, or set speculation.width: off")
 
 
@@ -162,7 +163,7 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     assert plan.drafter is not None
     yield from unserved_heads(plan.drafter, plan.release)
     family = plan.target.shape.model_type
-    if family.startswith(WITHOUT_DRAFTER):
+    if family in WITHOUT_DRAFTER:
         what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
@@ -220,7 +221,8 @@ def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
     if not plan.deployment.kv_cache.block_reuse or plan.recompute_tail:
         return
-    what = "a reused prompt never passes the target, so the drafter has no features of it and accepts little (#16005)"
+    what = "a reused prompt never passes the target: the drafter has no features of it, and accepts little"
+    what += " (TensorRT-LLM#16005)"
     do = "set it to false, or leave it out"
     if plan.recomputes_tails:
         do += "; or have its end computed again: engine_args.tensorrt-llm.speculative_config.context_recompute_tail"

@@ -74,7 +74,7 @@ OTHER_CONFIG = (
     *("enable_layerwise_nvtx_marker", "enable_lora", "enable_min_latency", "enable_resource_governor"),
     *("env_overrides", "force_dynamic_quantization", "garbage_collection_gen0_threshold"),
     *("iter_stats_max_iterations", "kv_connector_config", "load_format", "lora_config", "max_input_len"),
-    *("max_stats_len", "moe_cluster_parallel_size", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
+    *("max_stats_len", "moe_cluster_parallel_size", "moe_config", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
     *("otlp_traces_endpoint", "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir"),
     *("print_iter_log", "request_stats_max_iterations", "sampler_type", "scheduler_config", "sleep_config"),
     *("sparse_attention_config", "tokenizer_mode", "torch_compile_config"),

@@ -61,9 +61,8 @@ FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
 # Drafters from outside, and DSpark drafters in folders of their own (#18043, #18284); with TRTLLM attention the context
 # in the K/V pool (#18343); `use_swa` (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (page of 1.4.0rc1).
 FROM_1_4 = Release(1, 4, 0)
-DFLASH2 = Release(
-    1, 4
-)  # #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it
+# #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it.
+DFLASH2 = Release(1, 4)
 NEWEST = Release(1, 4)  # the newest whose sources were read
 NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
 
@@ -106,10 +105,12 @@ def answer() -> None:
         print(ANSWER + json.dumps(""))
 
 
-WITHOUT_DRAFTER = ("gemma4", "mistral", "qwen2")
-"""Families (model_type's beginning) whose model upstream is a `DecoderModelForCausalLM`: drafters and their workers are
-made by `SpecDecOneEngineForCausalLM` alone (modeling_gemma4.py @00e7d10, modeling_mistral.py @002f3cc, modeling_qwen.py
-@047098b). Others were not read, and are not refused."""
+WITHOUT_DRAFTER = {
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "mistral", "ministral3", "qwen2", "qwen2_moe"),
+    *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+}
+"""Language models (model_type) whose class upstream is a `DecoderModelForCausalLM`: drafters and their workers are made
+by `SpecDecOneEngineForCausalLM` alone (docs/faults.md). Others were not read, and are not refused."""
 
 
 class BlockDecodingConfig(Frozen):
@@ -195,13 +196,6 @@ class CudaGraphConfig(Frozen):
         return self
 
 
-class MoeConfig(Frozen):
-    """`moe_config`: which kernels run the experts."""
-
-    backend: Literal["AUTO", "CUTLASS", "CUTEDSL", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"] = "AUTO"
-    max_num_tokens: PositiveInt | None = None
-
-
 class LlmArgs(Frozen):
     """The root of `config.yaml` (upstream: TorchLlmArgs without `model`, which is on the command line)."""
 
@@ -227,7 +221,6 @@ class LlmArgs(Frozen):
     return_perf_metrics: bool = False
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     cuda_graph_config: CudaGraphConfig | None = CudaGraphConfig()
-    moe_config: MoeConfig = MoeConfig()
     speculative_config: (
         Annotated[DFlashDecodingConfig | DSparkDecodingConfig, Field(discriminator="decoding_type")] | None
     ) = None

@@ -1,7 +1,7 @@
 """Faults of SGLang and vLLM that an adapter refuses or works around, asked of the installed release.
 
 The tables in docs/ that begin with `fault | upstream` say what each release does. A probe asks the installed one again:
-where it has mended a fault, the refusal and its row go.
+where it has mended a fault, the refusal and its row go. TensorRT-LLM's rows were read.
 """
 
 from __future__ import annotations
@@ -311,6 +311,13 @@ def test_every_row_has_a_probe_and_every_issue_that_the_adapter_cites_has_a_row(
     code = "".join(file.read_text() for file in (ROOT / "backends" / f"dflash_{releases.package}").rglob("*.py"))
     cited = set(re.findall(rf"{releases.package}#\d+", code))
     assert cited <= {issue for row in ours for issue in row["upstream"].split(", ")}
+
+
+def test_every_issue_that_the_tensorrt_llm_adapter_cites_has_a_row() -> None:
+    """These rows have no probe: TensorRT-LLM is not installed where the tests run."""
+    code = "".join(file.read_text() for file in (ROOT / "backends" / "dflash_tensorrt_llm").rglob("*.py"))
+    known = {issue for row in rows() if "read in TensorRT-LLM's" in row for issue in row["upstream"].split(", ")}
+    assert set() < set(re.findall(r"TensorRT-LLM#\d+", code)) <= known
 
 
 @pytest.mark.parametrize(("probe", "since"), [(short_table, RAISES_TABLES), (drafts_at_width_one, REAL_OFF)])

@@ -94,19 +94,6 @@ def test_features_out_of_order_are_put_in_order_by_the_draft_folder(scale: float
     torch.testing.assert_close(ours, by_core(config, weights, 3, torch.float32, target), rtol=1e-5, atol=2e-5)
 
 
-def test_prefixed_and_fused_names_are_understood() -> None:
-    config = tiny_drafter_config()
-    plain = random_tensors(config)
-    fused = {f"model.{name}": tensor for name, tensor in plain.items() if "self_attn" not in name or "norm" in name}
-    for index in range(config.num_layers):
-        room = f"layers.{index}.self_attn"
-        fused[f"{room}.qkv_proj.weight"] = torch.cat([plain[f"{room}.{n}_proj.weight"] for n in "qkv"])
-        fused[f"{room}.o_proj.weight"] = plain[f"{room}.o_proj.weight"]
-    target = FakeTarget(config, torch.float32)
-    both = [by_worker(plug_in(config, w, torch.float32, target), 2, torch.float32) for w in (plain, fused)]
-    assert torch.equal(*both)
-
-
 def test_a_missing_or_unknown_tensor_is_an_error_and_not_a_poor_draft() -> None:
     config = tiny_drafter_config()
     weights = random_tensors(config)
@@ -193,12 +180,3 @@ def test_upstreams_drafter_with_our_context_drafts_as_the_core_does(
 def test_upstream_does_not_load_fused_nvfp4_parts_with_scales_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="weight_scale_2 should be same for all the weights"):
         dequantised("nvfp4", monkeypatch).load_weights(grown_state(WIDE, "nvfp4", fused=False))
-
-
-def test_upstreams_own_forgets_the_scales() -> None:
-    """The reason for a subclass."""
-    upstream = importlib.import_module("tensorrt_llm._torch.models.modeling_dflash").DFlashForCausalLM
-    draft = Of(pretrained_config=Pretrained(WIDE))
-    assert distance(upstream(draft), grown_state(WIDE, "fp8"), "fp8") > 0.3
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        distance(upstream(draft), grown_state(WIDE, "nvfp4"), "nvfp4")

@@ -122,10 +122,3 @@ def test_a_quantised_drafter_is_upstreams_with_a_context_of_ours(tmp_path: Path)
     found = run(WORKER, *arguments(prepared, DECLARED), path=with_ours(prepared))
     assert isinstance(found, list)
     assert found[2] == "DequantisedDFlash"
-
-
-def test_without_it_the_worker_silently_builds_upstreams(prepared: Path) -> None:
-    """Why the target is registered too: what workers are told does not include drafters."""
-    found = run(WORKER, *arguments(prepared, {}), path=BASE)
-    assert found == ["tensorrt_llm._torch.models.modeling_zoo", "DraftLayers", "DFlashForCausalLM", "PictureProcessor",
-                     "VisionEncoder"]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -108,7 +109,6 @@ DFLASH, DSPARK = {"decoding_type": "DFlash", **DRAFT}, {"decoding_type": "DSpark
 DIFFERENCES: dict[str, tuple[dict[str, Any], bool]] = {
     "a type of K/V that dies as the model is loaded": ({"kv_cache_config": {"dtype": "bfloat16"}}, True),
     "beam search": ({"max_beam_width": 4, "speculative_config": DFLASH}, True),
-    "kernels of experts that 1.4 added": ({"moe_config": {"backend": "MEGAMOE_DEEPGEMM"}}, True),
     "a schedule for DSpark": ({"speculative_config": {**DSPARK, "draft_len_schedule": {8: 3}}}, True),
     "an unknown key": ({"kv_cache_config": {"pages": 4}}, False),
     "a DSpark block of another length": ({"speculative_config": {**DSPARK, "block_size": 4}}, False),
@@ -159,3 +159,13 @@ def test_the_real_registry_takes_a_drafter_from_outside() -> None:
     for name in ("register_draft_model", "register_auto_model", "export_external_model_modules"):
         assert hasattr(modeling_utils, name), name
     assert "Qwen3ForCausalLM" in _arch_index.MODEL_ARCH_TO_MODULE
+
+
+@real
+@pytest.mark.parametrize("family", ["Gemma4", "Mistral", "Qwen2", "Qwen2Moe"])
+def test_the_real_classes_of_families_without_a_drafter_make_none(family: str) -> None:
+    from tensorrt_llm._torch.models import _arch_index, modeling_speculative
+
+    name = f"{family}ForCausalLM"
+    module = importlib.import_module(f"tensorrt_llm._torch.models.{_arch_index.MODEL_ARCH_TO_MODULE[name]}")
+    assert not issubclass(getattr(module, name), modeling_speculative.SpecDecOneEngineForCausalLM)

@@ -92,34 +92,6 @@ def rank_weights(
     return dequantized({name: layout.shard(name, whole[name], config) for name in names}, dtype)
 
 
-def load(
-    whole: Mapping[str, Weight],
-    config: DrafterConfig,
-    layout: Layout,
-    reduce: Reduce | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Drafter:
-    """The core's drafter with this rank's part of every product.
-
-    Args:
-        whole: every tensor by our name.
-        reduce: adds the ranks' partial results; None = one rank.
-    """
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    for name, tensor in rank_weights(whole, whole, config, layout, dtype).items():
-        module, _, leaf = name.rpartition(".")
-        part = nn.Parameter(tensor.contiguous().to(device), requires_grad=False)
-        setattr(drafter.get_submodule(module), leaf, part)
-    drafter.rotary.to(device)
-    if reduce is not None:
-        for layer in drafter.layers:
-            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                product.register_forward_hook(lambda _, given, partial: reduce(partial))
-    return drafter.eval()
-
-
 def mask_arguments(kind: AttentionKind) -> tuple[bool, tuple[int, int]]:
     """flash-attn's `causal` and `window_size`: W is the query itself and W - 1 to its left (and right); -1 = all."""
     if kind.window is None:
@@ -213,9 +185,19 @@ class PlugInDrafter(nn.Module):
         Raises:
             UserError: all that does not fit.
         """
-        whole = assemble(dict(weights.items()), self.config, self.format)
-        drafter = load(whole, self.config, self.layout, self.reduce, self.dtype, self.device)
-        self.drafter, self.fc, self.hidden_norm = drafter, drafter.fc, drafter.hidden_norm
+        whole, reduce = assemble(dict(weights.items()), self.config, self.format), self.reduce
+        with torch.device("meta"):
+            drafter = Drafter(self.config)
+        for name, tensor in rank_weights(whole, whole, self.config, self.layout, self.dtype).items():
+            module, _, leaf = name.rpartition(".")
+            part = nn.Parameter(tensor.contiguous().to(self.device), requires_grad=False)
+            setattr(drafter.get_submodule(module), leaf, part)
+        drafter.rotary.to(self.device)
+        if reduce is not None:
+            for layer in drafter.layers:
+                for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                    product.register_forward_hook(lambda _, given, partial: reduce(partial))
+        self.drafter, self.fc, self.hidden_norm = drafter.eval(), drafter.fc, drafter.hidden_norm
 
     def load_weights_from_target_model(self, target_model: Any) -> None:
         """Shares the target's embedding and head."""

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from dflash_serve.deployment import Deployment
-from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
 
@@ -39,15 +37,8 @@ def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: De
 @pytest.mark.parametrize(
     ("arguments", "release", "said"),
     [
-        ({"max_batch_size": 4}, "1.4", "set limits.max_batch_size"),
-        ({"tp_size": 4}, "1.4", "set parallel.tensor"),
-        ({"config": "x.yaml"}, "1.4", "engine_args take the place of a file"),
-        ({"kv_cache_config": {"enable_block_reuse": True}}, "1.4", "set kv_cache.block_reuse"),
-        ({"speculative_config": {"max_draft_len": 3}}, "1.4", "set speculation.block_size"),
         ({"enable_attention_dp": True}, "1.4", "set parallel.attention_data"),
-        ({"stream_intervall": 4}, "1.4", "did you mean stream_interval?"),
         ({"tool_parser": "qwen3"}, "1.4", "set serving.tool_call_parser"),
-        ({"log_level": "loud"}, "1.4", "invalid choice: 'loud'"),
         ({"speculative_config": {"context_recompute_tail": 64}}, "1.3.0rc27", "has no speculative_config.context_rec"),
     ],
 )
@@ -92,26 +83,24 @@ def test_a_value_that_trtllm_serve_would_refuse_is_refused_before_it_starts(
 
 INSTALLED = """
 from pydantic import BaseModel, ConfigDict
-class MoeConfig(BaseModel):
-    backend: str
 class TorchLlmArgs(BaseModel):
     model_config = ConfigDict(extra="allow")
-    moe_config: MoeConfig
+    guided_decoding_backend: str
 """
 
 
 @pytest.mark.parametrize(
-    ("release", "backend_of_experts", "imports", "said"),
+    ("release", "guided", "imports", "said"),
     [
         ("1.4.0rc4", "NEW_IN_THIS_RELEASE", True, None),
-        ("1.4.0rc4", 7, True, "moe_config.backend: Input should be a valid string"),
-        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", False, "'DEEPGEMM', 'VANILLA' or 'TRITON'"),
-        ("1.4", "NEW_IN_THIS_RELEASE", True, "'DEEPGEMM', 'VANILLA' or 'TRITON'"),
+        ("1.4.0rc4", 7, True, "guided_decoding_backend: Input should be a valid string"),
+        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", False, "'xgrammar' or 'llguidance'"),
+        ("1.4", "NEW_IN_THIS_RELEASE", True, "'xgrammar' or 'llguidance'"),
     ],
     ids=["accepted", "refused", "does not import", "another release"],
 )
 def test_the_installed_release_is_asked_before_our_mirror(
-    release: str, backend_of_experts: object, imports: bool, said: str | None,
+    release: str, guided: object, imports: bool, said: str | None,
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     package, metadata = tmp_path / "site/tensorrt_llm/llmapi", tmp_path / "site/tensorrt_llm-1.4.0rc4.dist-info"
@@ -121,15 +110,8 @@ def test_the_installed_release_is_asked_before_our_mirror(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.4.0rc4\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    problems = backend(release).check(given(deployment, moe_config={"backend": backend_of_experts}))
+    problems = backend(release).check(given(deployment, guided_decoding_backend=guided))
     assert problems == [] if said is None else said in problems[0].what, problems
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_other_types_of_keys_and_values_are_refused(dtype: str) -> None:
-    """They would die as the model is loaded."""
-    with pytest.raises(ValidationError, match="'auto', 'fp8' or 'nvfp4'"):
-        LlmArgs.model_validate({"kv_cache_config": {"dtype": dtype}})
 
 
 def test_parsers_and_name_are_options_of_trtllm_serve(deployment: Deployment) -> None:

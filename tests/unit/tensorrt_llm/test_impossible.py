@@ -170,9 +170,11 @@ def test_heads_are_served_by_the_releases_that_have_them(
         assert problems == [] if reason is None else reason in problems[0].what, (release, problems)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma4_text", "mistral", "qwen2", "qwen2_5_vl_text"])
 def test_a_target_whose_class_makes_no_drafter_is_refused_and_served_without(family: str, tmp_path: Path) -> None:
     wanted = tiny_deployment(tmp_path, tiny_drafter_config())
+    edit_json(tmp_path / "target" / "config.json", {"model_type": "mistral_large_3"})
+    assert backend().check(wanted) == [], "another class, whose name begins alike"
     edit_json(tmp_path / "target" / "config.json", {"model_type": family})
     (problem,) = backend().check(wanted)
     assert f"'{family}' makes no drafter" in problem.what

@@ -29,18 +29,15 @@ from tests.support.tiny import (
 from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
 
-@pytest.mark.parametrize("dialect", ["zlab", "modelopt", "speculators"])
-def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path: Path) -> None:
+def test_a_drafter_becomes_a_folder_that_upstream_reads(tmp_path: Path) -> None:
     config = tiny_drafter_config()
-    deployment = tiny_deployment(tmp_path, config, dialect)
+    deployment = tiny_deployment(tmp_path, config, "speculators")
     backend().prepare(deployment, tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     raw = json.loads((draft / "config.json").read_text())
     assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert raw["block_size"] == 4
     assert raw["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 5]}
-    assert read_config(draft)[0] == config
-    assert load_file(draft / "model.safetensors").keys() == random_tensors(config).keys()
     written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert written["speculative_config"]["speculative_model"] == str(draft)
     assert written["speculative_config"]["max_draft_len"] == 3
