@@ -55,15 +55,15 @@ class AcceptanceEstimate:
     def __init__(self, slots: int, known: Sequence[float] | None = None) -> None:
         self._counts = np.zeros((2, slots))  # tests and accepted ones
         self.offsets: dict[Hashable, Sequence[float]] = {}  # means, variances, and steps when learnt, by request
-        self._ids: list[Hashable] = []  # requests of drafts that are not learnt from yet: widths, accepted
-        self._drafts: list[tuple[Sequence[int], Sequence[int]]] = []
+        self._ids: list[Hashable] = []  # the requests of `_drafts`
+        self._drafts: list[tuple[Sequence[int], Sequence[int]]] = []  # widths, accepted; not learnt from yet
         self._step, self._learnt_at = 0, 0
         pairs, tests = zip([1.0, *(known or [])], known or [], strict=False), 2 * NEIGHBOUR_TESTS
         shares = [min(1.0, share / before) for before, share in pairs if before > 0][:slots]
         self._known = [(tests * share + 0.5) / (tests + 1) for share in shares]  # never 0 or 1
 
     def survival(self, request_ids: Sequence[Hashable], errors: Sequence[float] = (0.0,)) -> Floats:
-        """[E, N, slots], were the odds of all slots so many standard errors better than known."""
+        """[E, N, slots]: survival if the odds of all slots were so many standard errors better than known."""
         self._learn()
         odds, error = self._odds()
         better = odds + np.multiply.outer(errors, error)
