@@ -92,7 +92,7 @@ class KeptWidth(AutoWidth):
 
     def observe(self, step: Step) -> None:
         super().observe(step)
-        self._blocks += sum(width > 1 for width in step.widths)
+        self._blocks += len(step.widths) - step.widths.count(1)
         if self._blocks >= LEAST and time.monotonic() - self._kept >= EVERY:
             costs = self.times.learnt if self._is_guess else None
             self._run.keep(self.acceptance.overall(), costs)

@@ -31,19 +31,8 @@ from .launch_plan import VLLMPlan
 LANGUAGE_MODELS = (
     *("Afmoe", "Apertus", "Cohere2Moe", "DeepseekV2", "DeepseekV3", "DeepseekV32", "DeepseekV4", "Gemma4", "GlmMoeDsa"),
     *("GptOss", "Granite", "K2Horizon", "KimiLinear", "Laguna", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
-    *(
-        "MiniCPM",
-        "MiniCPM3",
-        "MiniMaxM2",
-        "Mistral",
-        "MuseGlimmer",
-        "NemotronH",
-        "Plamo3",
-        "Qwen2",
-        "Qwen3",
-        "Qwen3Moe",
-    ),
-    *("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SarvamMLA", "Step1"),
+    *("MiniCPM", "MiniCPM3", "MiniMaxM2", "Mistral", "MuseGlimmer", "NemotronH", "Plamo3", "Qwen2", "Qwen3"),
+    *("Qwen3Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "SarvamMLA", "Step1"),
 )
 MULTIMODAL = (
     *("Gemma4", "Glm5Next", "KimiK25", "KimiK3", "Llama4", "MiniMaxM3Sparse", "Mistral3", "MuseGlimmer", "Qwen3VL"),

@@ -19,10 +19,7 @@ from .facts import RELEASES
 
 UNTRIED = ("DFlash2", "DSpark")  # families that were read and not run: they want a GPU
 TORCH, OTHERS = "use --backend torch", "use --backend torch or sglang"
-RAISES_TABLES = (
-    0,
-    33,
-)  # the first release that makes a drafter's RoPE table as long as max_model_len (V2 model runner)
+RAISES_TABLES = (0, 33)  # the first release that makes a drafter's RoPE table as long as max_model_len (V2 runner)
 CACHE_ONLY = (None, "linear", "llama3")  # RoPE whose frequencies do not depend on the table: the others' stays short
 V1_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's own: 0 brings back the model runner that CPUs have
 

@@ -51,11 +51,12 @@ class Choices:
         return cls(requests, requests * each, np.where(each > 1, requests, 0), None)
 
     def tokens(self, survival: Floats) -> Floats:
-        """[M] tokens expected of each choice, by these survivals [N, B-1]."""
-        if self.order is not None:
-            return self.requests + np.concatenate([[0.0], np.cumsum(survival.ravel()[self.order])])
-        by_width = np.concatenate([[0.0], np.cumsum(survival.sum(0))])
-        return self.requests + by_width[self.rows // self.requests - 1]
+        """[..., M] tokens expected of each choice, by these survivals [..., N, B-1]."""
+        estimates = survival.shape[:-2]
+        slots = survival.sum(-2) if self.order is None else survival.reshape(*estimates, -1)[..., self.order]
+        tokens = np.full((*estimates, slots.shape[-1] + 1), float(self.requests))
+        tokens[..., 1:] += slots.cumsum(-1)
+        return tokens if self.order is not None else tokens[..., self.rows // self.requests - 1]
 
     def widths(self, choice: int) -> Integers:
         """[N]."""

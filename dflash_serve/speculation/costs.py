@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import log
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,23 +70,23 @@ class CostModel(BaseModel):
     def _draft(self) -> Floats:
         return _curve(self.draft)
 
-    def target_seconds(self, rows: int) -> float:
-        return float(_at(self._target, rows))
-
-    def draft_seconds(self, requests: int) -> float:
-        return float(_at(self._draft, requests))
-
     def step_seconds(self, widths: list[int], context_tokens: int = 0) -> float:
         """A whole step; those requests are drafted that verify a drafted token."""
-        rows, drafted = np.array([sum(widths)]), np.array([sum(width > 1 for width in widths)])
-        return float(self.of_steps(rows, drafted, Context(context_tokens, len(widths)))[0])
+        drafted = len(widths) - widths.count(1)
+        return self.of_step(sum(widths), drafted, Context(context_tokens, len(widths)))
+
+    def of_step(self, rows: int, drafted: int, context: Context = NO_CONTEXT) -> float:
+        """Seconds of a step that verifies `rows` and drafts for `drafted` requests, 0 = no draft."""
+        return float(self._seconds(rows, drafted, context))
 
     def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
-        """Seconds of steps that verify `rows` and draft for `drafted` requests, 0 = no draft; all [M]."""
+        """Seconds of many such steps; all [M]."""
+        return np.asarray(self._seconds(rows, drafted, context))
+
+    def _seconds(self, rows: Any, drafted: Any, context: Context) -> Any:
         attended = rows * (context.tokens / context.requests)
         target = _at(self._target, rows) + self.target_context * context.tokens + self.target_attention * attended
-        draft = _at(self._draft, drafted) + self.draft_context * context.tokens
-        return np.asarray(target + np.where(drafted > 0, draft, 0.0))
+        return target + (_at(self._draft, drafted) + self.draft_context * context.tokens) * (drafted > 0)
 
 
 def _curve(measured: Mapping[int, float]) -> Floats:
@@ -96,9 +96,11 @@ def _curve(measured: Mapping[int, float]) -> Floats:
     return np.interp(np.arange(sizes[-1] + 1), sizes, np.minimum.accumulate(seconds[::-1])[::-1])
 
 
-def _at(curve: Floats, size: Integers | int) -> Floats:
+def _at(curve: Floats, size: Any) -> Any:
     last = len(curve) - 1
-    return np.asarray(curve[np.minimum(size, last)] * np.maximum(1.0, np.asarray(size) / last))
+    if isinstance(size, int):  # a fifth of the time that numpy takes for one number
+        return curve[min(size, last)] * max(1.0, size / last)
+    return curve[np.minimum(size, last)] * np.maximum(1.0, size / last)
 
 
 Corrections = Annotated[list[FiniteFloat], Field(min_length=2 * NODES, max_length=2 * NODES)]

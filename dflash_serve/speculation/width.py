@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
+from operator import ge
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ REFILL = 0.003  # Share of steps to learn with; rates that differ by less count 
 TRIALS = 0.75  # Largest budget of trials of choices that are slower as known. [-5.4 -6.6, +0.1 +0.0]
 LEAST_GAIN = 0.015  # Storing context features costs 1.5 % of a step (measured over HTTP). [+1.2 +0.8, -4.4 -1.3]
 HOLD = 8  # Most steps for which a decision stands. [+0.9 +0.1, -4.4 -0.3]
-HOLD_SECONDS = 0.1  # A decision takes some 0.5 ms, 0.5 % of this. [+1.3 +0.0, -3.4 -1.6]
+HOLD_SECONDS = 0.1  # A decision takes 0.1 to 0.3 ms, at most 0.3 % of this. [+1.3 +0.0, -3.4 -1.6]
 PAUSE_AFTER = 256  # Tokens without a draft before a pause: 16 steps of 16 requests. Not simulated: features are free.
 PRIOR = 0.73  # Acceptance of slot 1 of an unknown drafter. [-3.1 -1.0; for 0.865 -1.7 -2.1]
 NEIGHBOUR_TESTS = 10.0  # Most tests that a slot's acceptance counts as for the next slot. [-1.6 -1.4, -2.8 -0.7]
@@ -47,59 +48,85 @@ class AcceptanceEstimate:
 
     A slot's acceptance is shrunk towards that of the slot before it, so narrow blocks tell of wide ones; or towards a
     `known` survival of slots 1, 2, ..., which counts as 2 x NEIGHBOUR_TESTS tests. A request's offset has a Gaussian
-    prior of mean 0, and each step is a Newton step on its likelihood.
+    prior of mean 0. Steps are learnt from when survival is asked for: all that a request had since the last time are
+    one Newton step on their likelihood.
     """
 
     def __init__(self, slots: int, known: Sequence[float] | None = None) -> None:
-        self._tests, self._accepted = np.zeros(slots), np.zeros(slots)
-        self.offsets: dict[Hashable, tuple[float, float]] = {}  # means and variances, by request
+        self._counts = np.zeros((2, slots))  # tests and accepted ones
+        self.offsets: dict[Hashable, Sequence[float]] = {}  # means, variances, and steps when learnt, by request
+        self._ids: list[Hashable] = []  # the requests of `_drafts`
+        self._drafts: list[tuple[Sequence[int], Sequence[int]]] = []  # widths, accepted; not learnt from yet
+        self._step, self._learnt_at = 0, 0
         pairs, tests = zip([1.0, *(known or [])], known or [], strict=False), 2 * NEIGHBOUR_TESTS
         shares = [min(1.0, share / before) for before, share in pairs if before > 0][:slots]
         self._known = [(tests * share + 0.5) / (tests + 1) for share in shares]  # never 0 or 1
 
-    def survival(self, request_ids: Sequence[Hashable], errors: float = 0.0) -> Floats:
-        """[N, slots], were the odds of all slots so many standard errors better than known."""
+    def survival(self, request_ids: Sequence[Hashable], errors: Sequence[float] = (0.0,)) -> Floats:
+        """[E, N, slots]: survival if the odds of all slots were so many standard errors better than known."""
+        self._learn()
         odds, error = self._odds()
-        return np.asarray(np.cumprod(_logistic(odds + errors * error + self._offset(request_ids)[0]), axis=1))
+        better = odds + np.multiply.outer(errors, error)
+        return np.asarray(_logistic(better[:, None] + self._offset(request_ids)[0]).cumprod(2))
 
     def overall(self) -> list[float]:
         """Survival of slots 1, 2, ... of a new request."""
-        return [float(share) for share in np.cumprod(_logistic(self._odds()[0]))]
+        self._learn()
+        return [float(share) for share in _logistic(self._odds()[0]).cumprod()]
 
-    def observe(self, request_ids: Sequence[Hashable], widths: Integers, accepted: Integers) -> None:
-        """Learns from a step: it tests slots up to the first rejection and none beyond the width."""
-        slot, (mean, variance) = np.arange(len(self._tests)), self._offset(request_ids)
-        tested = slot < np.minimum(accepted + 1, widths - 1)[:, None]
-        good = tested & (slot < accepted[:, None])
-        expected = _logistic(self._odds()[0] + mean)
-        keep, prior = exp(-1 / MEMORY), OFFSET_SPREAD**2
-        information = 1 / (prior + keep**2 * (variance - prior))
-        information += (tested * expected * (1 - expected)).sum(1, keepdims=True)
-        mean = keep * mean + (good - tested * expected).sum(1, keepdims=True) / information
-        self.offsets.update(zip(request_ids, np.hstack([mean, 1 / information]).tolist(), strict=True))
-        self._tests, self._accepted = keep * self._tests + tested.sum(0), keep * self._accepted + good.sum(0)
+    def observe(self, request_ids: Sequence[Hashable], widths: Sequence[int], accepted: Sequence[int]) -> None:
+        """Takes a step: it tests slots up to the first rejection and none beyond the width."""
+        self._step += 1
+        if max(widths) == 1:
+            return
+        if self._ids != (ids := list(request_ids)):
+            self._learn()
+            self._ids = ids
+        self._drafts.append((widths, accepted))
 
     def forget(self, request_id: Hashable) -> None:
+        self._learn()
         self.offsets.pop(request_id, None)
+
+    def _learn(self) -> None:
+        keep, self._learnt_at = exp((self._learnt_at - self._step) / MEMORY), self._step
+        self._counts *= keep
+        if not self._drafts:
+            return
+        slot, (mean, variance) = np.arange(self._counts.shape[1]), self._offset(self._ids)
+        widths, accepted = (np.array(each) for each in zip(*self._drafts, strict=True))  # [steps, N]
+        tests = (slot < np.minimum(accepted + 1, widths - 1)[..., None]).sum(0)
+        new = np.array([tests.sum(0), (slot < accepted[..., None]).sum((0, 1))])
+        before = (1 - 1 / len(self._drafts)) / 2  # share of the new tests that was known before the average step
+        self._counts += before * new
+        chance = _logistic(self._odds()[0] + mean)
+        self._counts += (1 - before) * new
+        expected = tests * chance
+        information = 1 / variance + (expected * (1 - chance)).sum(1, keepdims=True)
+        mean = mean + (accepted.sum(0)[:, None] - expected.sum(1, keepdims=True)) / information
+        learnt = np.hstack([mean, 1 / information, np.full_like(mean, self._step)]).tolist()
+        self.offsets.update(zip(self._ids, learnt, strict=True))
+        self._drafts = []
 
     def _odds(self) -> tuple[Floats, Floats]:
         """Log-odds of each slot's acceptance and their standard errors, as of an empirical logit; [slots] each."""
-        totals, shares, weight, share = [], [], 1.0, PRIOR
-        for slot, (tests, accepted) in enumerate(zip(self._tests.tolist(), self._accepted.tolist(), strict=True)):
+        odds, errors, weight, share = [], [], 1.0, PRIOR
+        for slot, (tests, accepted) in enumerate(self._counts.T.tolist()):
             if slot < len(self._known):
                 weight, share = 2 * NEIGHBOUR_TESTS, self._known[slot]
-            totals.append(tests + weight)
-            share = (accepted + weight * share) / totals[-1]
-            shares.append(share)
-            weight = min(NEIGHBOUR_TESTS, totals[-1])
-        good, bad = np.multiply(totals, shares), np.multiply(totals, np.subtract(1, shares))
-        with np.errstate(divide="ignore"):  # a slot that is always accepted has infinite odds
-            return np.log(good / bad), np.sqrt(1 / (good + 0.5) + 1 / (bad + 0.5))
+            good, total = accepted + weight * share, tests + weight
+            share, bad = good / total, total - good
+            odds.append(log(good / bad) if bad > 0 else inf)
+            errors.append(sqrt(1 / (good + 0.5) + 1 / (bad + 0.5)))
+            weight = min(NEIGHBOUR_TESTS, total)
+        return np.array(odds), np.array(errors)
 
     def _offset(self, request_ids: Sequence[Hashable]) -> tuple[Floats, Floats]:
         """Means and variances of requests' offsets, [N, 1] each."""
-        found = np.array([self.offsets.get(request_id, (0.0, OFFSET_SPREAD**2)) for request_id in request_ids])
-        return found[:, :1], found[:, 1:]
+        prior = OFFSET_SPREAD**2
+        found = np.array([self.offsets.get(request_id, (0.0, prior, 0.0)) for request_id in request_ids])
+        keep = np.exp((found[:, 2:] - self._step) / MEMORY)
+        return keep * found[:, :1], prior + keep**2 * (found[:, 1:2] - prior)
 
 
 class TimeEstimate:
@@ -120,7 +147,7 @@ class TimeEstimate:
         self._prior = np.diag([*[0.0] * 2 * NODES, spread**2])  # the machine's speed comes last
         self._prior[:-1, :-1] = spread**2 * alike * (1 + near)
         self._first = np.append(learnt.mean if learnt else np.zeros(2 * NODES), 0.0)
-        self._mean, self._covariance = self._first, self._prior.copy()
+        self._mean, self._covariance = self._first.copy(), self._prior.copy()
         if learnt and learnt.covariance:
             self._covariance[:-1, :-1] = learnt.covariance
 
@@ -132,7 +159,7 @@ class TimeEstimate:
 
     def of_steps(self, rows: Integers, drafted: Integers, context: Context = NO_CONTEXT) -> Floats:
         """Seconds of `CostModel.of_steps`, corrected."""
-        doublings, nodes = np.log2(np.maximum(rows, 1)), np.arange(NODES)
+        doublings, nodes = np.log2(rows), np.arange(NODES)
         off, on = (np.interp(doublings, nodes, mean) for mean in (self._mean[:NODES], self._mean[NODES:-1]))
         correction = np.where(drafted > 0, on, off) + self._mean[-1]
         return np.asarray(self.measured.of_steps(rows, drafted, context) * np.exp(correction))
@@ -141,19 +168,20 @@ class TimeEstimate:
         if self._believed:
             return
         keep, weights = exp(-1 / MEMORY), _weights(rows, drafted)
-        self._mean = self._first + keep * (self._mean - self._first)
-        self._covariance = self._prior + keep**2 * (self._covariance - self._prior)
-        error = log(seconds / float(self.of_steps(np.array([rows]), np.array([drafted]), context)[0]))
-        limit = SURPRISE * sqrt(float(weights @ self._covariance @ weights) + self._noise**2)
+        self._mean += (1 - keep) * (self._first - self._mean)
+        self._covariance += (1 - keep**2) * (self._prior - self._covariance)
+        error = log(seconds / self.measured.of_step(rows, drafted, context)) - float(weights @ self._mean)
+        shared = self._covariance @ weights
+        limit = SURPRISE * sqrt(float(weights @ shared) + self._noise**2)
         if abs(error) > limit:
             self._covariance[-1, -1] += error**2
+            shared[-1] += error**2
         self._steps += 1  # a Gaussian's standard deviation is 1.25 mean deviations
         self._noise += max(1 / MEMORY, 1 / (self._steps + 1)) * (1.25 * min(abs(error), limit) - self._noise)
-        shared = self._covariance @ weights
         unknown = float(weights @ shared)
         gain = shared / (unknown + max(self._noise**2, unknown * (abs(error) / limit - 1)))
-        self._mean = self._mean + gain * error
-        self._covariance = self._covariance - np.outer(gain, shared)
+        self._mean += gain * error
+        self._covariance -= np.multiply.outer(gain, shared)
 
     def uncertainty(self, requests: int, rows: int) -> tuple[float, float]:
         """Standard error of log(time with a draft / time without), and the part that one step without would tell."""
@@ -217,6 +245,7 @@ class AutoWidth:
         self.block_size, self.allowed_widths = block_size, allowed_widths
         self.acceptance = AcceptanceEstimate(block_size - 1, known_survival)
         self.times, self.budget = TimeEstimate(cost, learnt, believed=believed), Budget()
+        self._cost_of: dict[tuple[int, int, int], float] = {}  # by requests, rows, drafted; as last decided
         self._ids: list[Hashable] = []  # the decision: requests, widths, steps that it stands yet, a step's price
         self._widths: list[int] = []
         self._left, self._price, self._is_trial, self._narrow = 0, 0.0, False, False
@@ -252,14 +281,16 @@ class AutoWidth:
     def observe(self, step: Step) -> None:
         if not step.widths:
             return
-        widths, accepted = np.array(step.widths), np.array(step.accepted)
-        if not ((accepted >= 0) & (accepted < widths) & (widths <= self.block_size)).all():
+        requests, widths, accepted = len(step.widths), step.widths, step.accepted
+        if min(accepted) < 0 or any(map(ge, accepted, widths)) or max(widths) > self.block_size:
             raise ValueError(f"accepted {accepted} of widths {widths}: need 0 <= accepted < width <= {self.block_size}")
-        rows, drafted = int(widths.sum()), int((widths > 1).sum())
+        rows, drafted = sum(widths), requests - widths.count(1)
         if drafted:
-            drafted = drafted if self.allowed_widths is None else len(widths)
-            off, on = self.times.of_steps(np.array([len(widths), rows]), np.array([0, drafted]), step.context)
-            self.budget.settle(1 + float(accepted.mean()), float(on / off))
+            drafted = drafted if self.allowed_widths is None else requests
+            if (kind := (requests, rows, drafted)) not in self._cost_of:
+                off, on = self.times.of_steps(np.array([requests, rows]), np.array([0, drafted]), step.context)
+                self._cost_of[kind] = float(on / off)
+            self.budget.settle(1 + sum(accepted) / requests, self._cost_of[kind])
             if self.budget.balance < START:
                 self._left = 0  # each draft is learnt from before the next one
         self.acceptance.observe(step.request_ids, widths, accepted)
@@ -278,20 +309,18 @@ class AutoWidth:
     def _decide(self, ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> None:
         """For requests that can be drafted for; where none can, as if all could: is it worth waiting for others?"""
         requests, none_can = len(ids), len(undraftable) == len(ids)
-        known, worse, better = (self.acceptance.survival(ids, errors) for errors in (0.0, -1.0, 1.0))
+        survival = self.acceptance.survival(ids, (0.0, 1.0, -1.0))
         if undraftable and not none_can:
-            for survival in (known, worse, better):
-                survival[[request_id in undraftable for request_id in ids]] = 0.0
-        choices = choices_of(known, self.allowed_widths)
+            survival[:, [request_id in undraftable for request_id in ids]] = 0.0
+        choices = choices_of(survival[0], self.allowed_widths)
         seconds = self.times.of_steps(choices.rows, choices.drafted, context)
-        cost = seconds / seconds[0]
-        paid = requests * np.where(choices.drafted > 0, cost, 1 / (1 + LEAST_GAIN))
-        rate, hoped = choices.tokens(known) / paid, choices.tokens(better) / paid
-        allowed = self.budget.allowed(cost - choices.tokens(worse) / requests, rate)
+        cost, tokens = seconds / seconds[0], choices.tokens(survival) / requests  # [M]; [3, M], of each request
+        rate, hoped = tokens[:2] / cost
+        rate[0], hoped[0] = 1 + LEAST_GAIN, 0.0
+        allowed = self.budget.allowed(cost - tokens[2], rate)
         cools = self.paused and self._cooldown > 0
         allowed[1:] &= not (cools and none_can)
-        best, hoped[0] = int(np.argmax(np.where(allowed, rate, 0.0))), 0.0
-        wish = int(np.argmax(hoped))
+        best, wish = int((rate * allowed).argmax()), int(hoped.argmax())
         error, settled = self.times.uncertainty(requests, int(choices.rows[best or wish]))
         wish = wish if best or hoped[wish] * exp(error) > rate[0] else 0  # times may be better than known, too
         price = (1 - rate / rate[best]) * cost
@@ -304,6 +333,7 @@ class AutoWidth:
         elif len(wider := best + 1 + np.flatnonzero(payable[best + 1 : wish + 1])):
             choice, self._is_trial = int(wider[-1]), not best
         self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
+        self._cost_of = {(requests, sum(self._widths), int(choices.drafted[choice])): float(cost[choice])}
         held = HOLD if self.paused and not choice else min(HOLD, 1 + int(HOLD_SECONDS / seconds[choice]))
         self._left = 1 if self._is_trial else held
 

@@ -167,7 +167,8 @@ def step(scheduler: Any) -> int:
         finished_req_ids={"one that ended"},
         num_spec_tokens_to_schedule=drafted,
     )
-    assert scheduler.update_from_output(output, None) == "vLLM's answer"
+    result = SimpleNamespace(req_ids=["a", "b"], sampled_token_ids=[[5], [5]])
+    assert scheduler.update_from_output(output, result) == "vLLM's answer"
     return drafted
 
 
@@ -223,7 +224,6 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
         *("dflash_serve.speculation.width.AutoWidth." + method for method in ("widths", "observe", "forget")),
         "dflash_vllm.plugin.scheduler.observed",
         "a request without a length",
-        "statistics without a request",
     ],
 )
 def test_a_choice_of_widths_that_fails_is_logged_once_and_blocks_are_whole_from_then_on(
@@ -233,15 +233,6 @@ def test_a_choice_of_widths_that_fails_is_logged_once_and_blocks_are_whole_from_
         step(scheduler)
     if failing == "a request without a length":
         scheduler.running = [SimpleNamespace(request_id="a")]
-    elif failing == "statistics without a request":
-
-        def answer(ours: Any, *_: Any) -> str:
-            ours.make_spec_decoding_stats(None, num_accepted_tokens=1)
-            return "vLLM's answer"
-
-        vllms = import_module("vllm.v1.core.sched.scheduler").Scheduler
-        monkeypatch.setattr(vllms, "make_spec_decoding_stats", lambda *_, **__: None)
-        monkeypatch.setattr(vllms, "update_from_output", answer)
     else:
         monkeypatch.setattr(failing, lambda *_: 1 / 0)
     step(scheduler)

@@ -239,7 +239,7 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     for requests in sorted(target):  # from few to many: wide steps of few requests give the costs of many rows
         known, most = CostModel(target=target, draft={1: LEAST}), max(target)
         drafted = {w: taken for (n, w), taken in bare.items() if n == requests and w > 1}
-        extra = [taken - known.target_seconds(requests * w) for w, taken in drafted.items() if requests * w <= most]
+        extra = [taken - known.of_step(requests * w, 0) for w, taken in drafted.items() if requests * w <= most]
         draft[requests] = least = max(least, median(extra or [least]))
         for width, taken in drafted.items():
             target.setdefault(requests * width, max(LEAST, taken - draft[requests]))

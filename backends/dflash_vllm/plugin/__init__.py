@@ -44,14 +44,6 @@ def is_ours(vllm_config: Any) -> bool:
     return asked.method in METHODS or f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
 
 
-def unchecked(vllm_config: Any) -> str | None:
-    """The architecture of a DFlash or DSpark drafter that vLLM loads by a class of its own; None = ours, or no such."""
-    asked = vllm_config.speculative_config
-    if asked.method not in METHODS:
-        return None
-    return next((name for name in asked.draft_model_config.architectures if name not in STRICT), None)
-
-
 def proof() -> None:
     """Checks that `register` took effect in this process.
 

@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
 
-from . import is_ours, proof, unchecked
+from . import METHODS, STRICT, is_ours, proof
 
 logger = logging.getLogger(__name__)
 COUNTERS = {
@@ -38,8 +38,9 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
         self.counts = is_ours(vllm_config)
         if self.counts:
             proof()
-            if (architecture := unchecked(vllm_config)) is not None:
-                logger.warning("dflash-serve: not checked in vLLM: tensors and settings of a %s drafter", architecture)
+            asked = vllm_config.speculative_config
+            if asked.method in METHODS and (others := set(asked.draft_model_config.architectures) - STRICT.keys()):
+                logger.warning("dflash-serve: not checked in vLLM: tensors and settings of a %s drafter", *others)
             self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:

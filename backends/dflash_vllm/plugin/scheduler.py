@@ -28,25 +28,14 @@ from .widths import observed, width_policy
 logger = logging.getLogger(__name__)
 
 
-class _Lookup:
-    """Takes the place of vLLM's table from batch size to drafted tokens."""
-
-    def __init__(self, drafted_tokens: Callable[[], int]) -> None:
-        self.drafted_tokens = drafted_tokens
-
-    def __getitem__(self, batch_size: int) -> int:
-        return self.drafted_tokens()
-
-
 class _FollowsLoad:
-    """Mixed into a scheduler.
+    """Mixed into a scheduler, which then is its own table from batch size to drafted tokens.
 
     Raises:
         ValueError: our plug-in was not loaded; vLLM was started without a schedule, which names the widths that get
             CUDA graphs; or it was started with the other one of our two classes.
     """
 
-    is_async: bool
     running: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,18 +44,17 @@ class _FollowsLoad:
         proof()
         if host.dynamic_sd_lookup is None:
             raise ValueError("dflash-serve: needs num_speculative_tokens_per_batch_size, without data parallelism")
-        if bool(host.scheduler_config.async_scheduling) is not self.is_async:
-            other = "WidthScheduler" if self.is_async else "AsyncWidthScheduler"
+        if bool(host.scheduler_config.async_scheduling) is not (is_async := isinstance(self, AsyncScheduler)):
+            other = "WidthScheduler" if is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
         self.widths = width_policy(host.num_spec_tokens + 1, wide, _last_run(host.vllm_config))
         self._has_failed, self._whole_block = False, max(wide, default=1) - 1
         self._context_tokens = 0
-        self._verified: list[dict[str, Any]] = []  # Arguments of `make_spec_decoding_stats` in this step
         self._begun: float | None = None  # Time of the last result, or of the scheduling after an idle time
-        host.dynamic_sd_lookup = _Lookup(self.drafted_tokens)
+        host.dynamic_sd_lookup = self
 
-    def drafted_tokens(self) -> int:
+    def __getitem__(self, batch_size: int) -> int:
         """Tokens that this step drafts for each request."""
         return self._guarded(self._choose)
 
@@ -84,9 +72,8 @@ class _FollowsLoad:
         ids = [request.request_id for request in self.running]
         return max(self.widths.widths(ids, self._context_tokens), default=1) - 1
 
-    def _learn(self, scheduler_output: Any, seconds: float | None) -> None:
-        accepted = {one["request_id"]: one["num_accepted_tokens"] for one in self._verified}
-        self.widths.observe(observed(scheduler_output, accepted, seconds, self._context_tokens))
+    def _learn(self, scheduler_output: Any, result: Any, seconds: float | None) -> None:
+        self.widths.observe(observed(scheduler_output, result, seconds, self._context_tokens))
         for request_id in scheduler_output.finished_req_ids:
             self.widths.forget(request_id)
 
@@ -94,30 +81,22 @@ class _FollowsLoad:
         self._begun = self._begun or perf_counter()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
-    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Called for every request whose drafted tokens were verified."""
-        self._verified.append(kwargs)
-        return super().make_spec_decoding_stats(*args, **kwargs)  # type: ignore[misc]
-
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        now, self._verified = perf_counter(), []
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        now = perf_counter()
         seconds = None if self._begun is None else now - self._begun
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        # Before vLLM cuts the tokens off that lie behind a stop.
+        self._guarded(lambda: self._learn(scheduler_output, model_runner_output, seconds))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._begun = now if self.running else None
-        self._guarded(lambda: self._learn(scheduler_output, seconds))
         return outputs
 
 
 class WidthScheduler(_FollowsLoad, Scheduler):  # type: ignore[misc]
     """For servers that schedule after the last step has ended: CPUs."""
 
-    is_async = False
-
 
 class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
     """For servers that schedule while the last step is computed: GPUs."""
-
-    is_async = True
 
 
 def _last_run(config: Any) -> LastRun:

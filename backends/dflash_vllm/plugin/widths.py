@@ -39,7 +39,7 @@ def width_policy(
     return KeptWidth(guess, block_size, run, allowed_widths, learnt=run.costs() or LearntCosts.of_unit(1.0))
 
 
-def observed(output: Any, accepted: Mapping[str, int], seconds: float | None, context_tokens: int) -> Step:
+def observed(output: Any, result: Any, seconds: float | None, context_tokens: int) -> Step:
     """A step of the requests that decoded; prefilled requests are left out.
 
     The time is kept only if the step did nothing else, and its drafts and verifications had one width: a block is
@@ -47,15 +47,17 @@ def observed(output: Any, accepted: Mapping[str, int], seconds: float | None, co
 
     Args:
         output: vLLM's `SchedulerOutput`.
-        accepted: by request, for requests with verified drafts that had not ended.
+        result: vLLM's `ModelRunnerOutput`: the tokens of each request, accepted ones and one more.
     """
-    widths: dict[str, int] = {}
+    rows, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     begun = {request.req_id for request in output.scheduled_new_reqs}
-    for request_id, rows in output.num_scheduled_tokens.items():
-        drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        if rows == drafted + 1 and request_id not in begun and (not drafted or request_id in accepted):
-            widths[request_id] = rows
-    is_one_width = set(widths.values()) <= {output.num_spec_tokens_to_schedule + 1}
-    is_clean = is_one_width and len(widths) == len(output.num_scheduled_tokens)
-    kept = [accepted.get(request_id, 0) for request_id in widths]
-    return Step(list(widths), list(widths.values()), kept, seconds if is_clean else None, context_tokens)
+    ids, widths, accepted = [], [], []
+    for request_id, tokens in zip(result.req_ids, result.sampled_token_ids, strict=False):  # no tokens: a prompt's part
+        width = len(drafts.get(request_id, ())) + 1
+        if tokens and width == rows.get(request_id) and request_id not in begun:
+            ids.append(request_id)
+            widths.append(width)
+            accepted.append(len(tokens) - 1)
+    is_one_width = set(widths) <= {output.num_spec_tokens_to_schedule + 1}
+    is_clean = is_one_width and len(widths) == len(rows)
+    return Step(ids, widths, accepted, seconds if is_clean else None, context_tokens)

@@ -149,8 +149,8 @@ def test_what_the_host_does_for_a_step_is_a_part_of_its_cost(folders: Folders, m
 
     monkeypatch.setattr(Sampler, "__call__", slowly)
     cost = measure(speculator.target, speculator.drafter, speculator.block_size, 2).cost
-    assert all(cost.target_seconds(rows) > 0.02 for rows in (1, 2, 8))
-    assert cost.draft_seconds(1) < 0.02  # which samples nothing
+    assert all(cost.of_step(rows, 0) > 0.02 for rows in (1, 2, 8))
+    assert cost.of_step(1, 1) - cost.of_step(1, 0) < 0.02  # which samples nothing
 
 
 def test_what_the_contexts_cost_is_counted_once() -> None:
@@ -162,7 +162,7 @@ def test_what_the_contexts_cost_is_counted_once() -> None:
     seconds |= {("target_context", n): 10 + n + long * (0.01 + 0.005 * n) for n in (1, 8)}
     seconds |= {("draft_context", 1): 3 + 0.02 * long}
     cost = tabulate(seconds, entries, long)
-    assert [cost.target_seconds(n) for n in rows] == pytest.approx([10 + n for n in rows])
+    assert [cost.of_step(n, 0) for n in rows] == pytest.approx([10 + n for n in rows])
     of_contexts = 500 * (0.03 * 4 + 0.005 * 32)
     assert cost.step_seconds([8, 8, 8, 8], 4 * 500) == pytest.approx(10 + 32 + of_contexts + 2 + 4)
 

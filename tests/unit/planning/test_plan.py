@@ -78,7 +78,7 @@ def test_the_deployment_is_one_that_serve_takes(folder: Path) -> None:
 
 def test_the_cost_table_and_the_points_are_whole(folder: Path) -> None:
     cost = CostModel.model_validate_json((folder / "costs.json").read_text())
-    assert cost.draft_seconds(8) > 0
+    assert cost.of_step(8, 8) > cost.of_step(8, 0)
     told = json.loads((folder / "plan.json").read_text())
     for row in told["points"]:
         shares = sum(row[f"share_{name}"] for name in ("measured", "interpolated", "roofline", "constants"))

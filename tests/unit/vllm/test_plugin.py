@@ -80,15 +80,17 @@ def test_every_tensor_that_goes_nowhere_is_named(name: str) -> None:
 def test_a_step_tells_of_requests_that_decoded_and_its_time_where_it_verified_as_much_as_it_drafted(
     rows: dict[str, int], drafts: int, clean: bool
 ) -> None:
-    prompts = [name for name in rows if "prompt" in name]
+    prompts, accepted = [name for name in rows if "prompt" in name], min(2, rows["a"] - 1)
     output = SimpleNamespace(
         num_scheduled_tokens=rows,
         scheduled_spec_decode_tokens={name: [0] * (count - 1) for name, count in rows.items() if name not in prompts},
         scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in prompts],
         num_spec_tokens_to_schedule=drafts,
     )
-    step = observed(output, {"a": 2 if rows["a"] > 1 else 0, "b": 0}, 0.5, 7)
-    assert step == Step(["a", "b"], [rows["a"], rows["b"]], [min(2, rows["a"] - 1), 0], 0.5 if clean else None, 7)
+    tokens = {"a": [5] * (accepted + 1), "b": [5], "short prompt": [5]}
+    result = SimpleNamespace(req_ids=list(rows), sampled_token_ids=[tokens.get(name, []) for name in rows])
+    step = observed(output, result, 0.5, 7)
+    assert step == Step(["a", "b"], [rows["a"], rows["b"]], [accepted, 0], 0.5 if clean else None, 7)
 
 
 GUESS = CostModel(target={1: 1e-3, 8: 1e-3, 64: 8e-3}, draft={1: 1e-4, 64: 8e-4})
