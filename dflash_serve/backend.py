@@ -231,7 +231,7 @@ class ServerBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class LookingBackend(ServerBackend, Protocol):
+class LookingBackend(Protocol):
     """A backend whose servers measure the machine as they start; compared servers must use one measurement."""
 
     def look(self) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt
+from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt, ServerBackend
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
@@ -49,7 +49,7 @@ HONOURED = {
 }
 
 
-class EmbeddedBackend(LookingBackend, DiagnosableBackend):
+class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised.
 
     It runs every head of a drafter; a confidence head is read and not used.

@@ -75,9 +75,14 @@ TOP_LEVEL = {
     *(*TRANSFORMER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
     *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
 }
-PLAIN_ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel")
+DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
 DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+ARCHITECTURES = (
+    *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel"),
+    *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE),
+)
+"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
 
 
 def matches(config: ConfigSection) -> bool:
@@ -101,16 +106,14 @@ def read_fields(
     stored: Collection[str],
     *,
     slots: Slots = "fill-in",
-    architectures: Collection[str] = (*PLAIN_ARCHITECTURES, *DFLASH2_ARCHITECTURES),
 ) -> dict[str, object]:
     """Fields of a DrafterConfig, with windows from the caller: ModelOpt writes them elsewhere.
 
     Args:
         stored: names of the checkpoint's tensors.
         slots: the convention if no key gives it.
-        architectures: the ones of the dialect.
     """
-    check_architecture(config, architectures)
+    check_architecture(config, ARCHITECTURES)
     config.only(TOP_LEVEL, UNKNOWN)
     refuse_other_attention(dflash)
     config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
@@ -201,24 +204,19 @@ def write_fields(config: DrafterConfig, dialect: str) -> tuple[dict[str, object]
 
 
 DIALECT = Dialect(NAME, matches, read, write)
-DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
-DSPARK_ARCHITECTURES = (DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE, "DFlashDraftModel")
-"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 NOT_DSPARK = ("a reduced draft vocabulary", "convolutions", "a candidate selector")
 
 
 def matches_deepspec(config: ConfigSection) -> bool:
     """config.json is in DeepSpec's dialect."""
-    names = config.architectures
-    return any("DSpark" in name and name != SPECFORGE_ARCHITECTURE for name in names)
+    return any("DSpark" in name and name != SPECFORGE_ARCHITECTURE for name in config.architectures)
 
 
 def matches_specforge(config: ConfigSection) -> bool:
     """config.json is in SpecForge's dialect of DSpark."""
     inner = config.section("dflash_config", falls_back=True)
-    named = SPECFORGE_ARCHITECTURE in (config.architectures)
-    return named or inner.given("projector_type", str) == "dspark"
+    return SPECFORGE_ARCHITECTURE in config.architectures or inner.given("projector_type", str) == "dspark"
 
 
 def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
@@ -227,7 +225,7 @@ def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, obj
     inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
     inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
-    return read_fields(config, inner, layers, stored, slots="anchor-first", architectures=DSPARK_ARCHITECTURES)
+    return read_fields(config, inner, layers, stored, slots="anchor-first")
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:
@@ -251,12 +249,6 @@ SPECFORGE = Dialect("specforge", matches_specforge, read_dspark, write_specforge
 
 MODELOPT_NAME = "modelopt"
 MODELOPT_KEYS = {"causal", "use_swa", "swa_window_size"}
-MODELOPT_ARCHITECTURES = (
-    *PLAIN_ARCHITECTURES,
-    *DFLASH2_ARCHITECTURES,
-    "DSparkDraftModel",
-    "Qwen3DSparkModel",
-)
 
 
 def matches_modelopt(config: ConfigSection) -> bool:
@@ -272,7 +264,7 @@ def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, o
     if dflash.given("projector_type", str) == "dspark" and not any(map(dflash.has, SLOT_KEYS)):
         dflash.note("a DSpark head without shift_label", "add what it was trained with: true = anchor-first slots")
     layers = make_kinds(_modelopt_windows(config, dflash), dflash.either("causal", "is_causal", bool))
-    return read_fields(config, dflash, layers, stored, architectures=MODELOPT_ARCHITECTURES)
+    return read_fields(config, dflash, layers, stored)
 
 
 def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:
@@ -295,7 +287,7 @@ def write_modelopt(config: DrafterConfig, target: str | None) -> dict[str, objec
     section |= {"causal": causal, "shift_label": config.slots == "anchor-first"}
     if config.markov is not None or config.confidence is not None:
         section |= {"projector_type": "dspark", **markov_keys(config)}
-        fields["architectures"] = ["DSparkDraftModel"]
+        fields["architectures"] = [SPECFORGE_ARCHITECTURE]
     if window is not None:
         section |= {"use_swa": True, "swa_window_size": window}
     return {**fields, "dflash_config": section}
