@@ -105,7 +105,6 @@ RULES: Mapping[str, Schema] = {
     "resources.extra": {"additionalProperties": {**LINE, "type": ["string", "integer"]}},
     "placement.computeCapability": _optional(r"[0-9]+\.[0-9]+"),
     "placement.architecture": _choice("", "amd64", "arm64"),
-    "placement.nodeSelector": TEXTS,
     "placement.tolerations": OBJECTS,
     "models.kind": _choice("emptyDir", "volume", "claim", "node", "image"),
     "models.size": _pattern(QUANTITY),
@@ -121,7 +120,6 @@ RULES: Mapping[str, Schema] = {
     "build.recipe": {"pattern": ""},  # a file: its lines stay
     "build.image.repository": _optional(NAME_WITHOUT_TAG),
     "build.image.digest": _optional(DIGEST),
-    "build.gpus": _least(0),
     "build.cpu": _pattern(CPUS),
     "build.memory": _pattern(QUANTITY),
     "build.deadlineSeconds": _least(60),
@@ -131,30 +129,22 @@ RULES: Mapping[str, Schema] = {
     "startup.baseSeconds": _least(30),
     "startup.gigabytesPerSecond": ABOVE_0,
     **{f"drain.{name}": _least(1) for name in ("preStopSeconds", "seconds", "marginSeconds")},
-    "rollout.maxSurge": _least(0),
-    "rollout.maxUnavailable": _least(0),
     "disruption.maxUnavailable": _least(1),
     "autoscaling.kind": _choice("none", "hpa", "keda"),
     **{f"autoscaling.{name}": _least(1) for name in ("minReplicas", "maxReplicas", "queuedPerReplica")},
-    "autoscaling.runningPerReplica": _least(0),
     "autoscaling.interTokenSeconds": _least(0, kind="number"),
-    "autoscaling.scaleDownSeconds": _least(0),
     "autoscaling.prometheusAddress": _optional(ADDRESS),
     "service.type": _choice("ClusterIP", "NodePort", "LoadBalancer"),
     "service.port": PORT,
-    "service.annotations": TEXTS,
     "route.canary.weight": {**_least(0), "maximum": 100},
     "inferencePool.endpointPickerPort": PORT,
     "networkPolicy.egressPorts": {"items": PORT},
     "networkPolicy.dnsPorts": {"items": PORT},
     "podMonitor.intervalSeconds": _least(1),
-    "podMonitor.labels": TEXTS,
-    "alerts.labels": TEXTS,
     "alerts.acceptanceLength": _least(1, kind="number"),
     "alerts.survival": {**_least(0, kind="number"), "maximum": 1},
     "alerts.queueSeconds": ABOVE_0,
     "dashboards.labels": TEXTS,
-    "serviceAccount.annotations": TEXTS,
     "sharedMemory": _pattern(QUANTITY),
     "scratch": _pattern(QUANTITY),
     "user": {"type": ["integer", "null"], "minimum": 1},
@@ -167,9 +157,6 @@ RULES: Mapping[str, Schema] = {
     "extraVolumes": OBJECTS,
     "extraVolumeMounts": OBJECTS,
     "initContainers": OBJECTS,
-    "labels": TEXTS,
-    "podLabels": TEXTS,
-    "podAnnotations": TEXTS,
     "fullnameOverride": _optional("[a-z]([-a-z0-9]{0,38}[a-z0-9])?"),
 }
 
@@ -217,12 +204,12 @@ def _of_mapping(defaults: Mapping[str, Any], described: Mapping[str, str], found
 
 
 def _of_default(default: object) -> Schema:
-    if isinstance(default, list):
-        return {"type": "array", "items": LINE}
-    if isinstance(default, str):
-        return LINE
-    kinds = {bool: "boolean", int: "integer", float: "number"}
-    return {"type": kinds.get(type(default), "object")}
+    # texts in mappings, no negative numbers; a key that may hold anything else has a rule
+    kinds: dict[type, Schema] = {
+        **{list: {"type": "array", "items": LINE}, dict: {"type": "object", **TEXTS}},
+        **{str: LINE, bool: {"type": "boolean"}, int: _least(0), float: _least(0, kind="number")},
+    }
+    return kinds[type(default)]
 
 
 def _comments(text: str) -> Iterator[tuple[str, str]]:

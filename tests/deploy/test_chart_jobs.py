@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from tests.support.chart import (
     render,
     server_pod,
     values,
+    whole_chart,
 )
 from tests.support.offline_hub import offline_hub
 
@@ -163,6 +165,26 @@ def test_a_deployment_is_certified_with_what_its_server_gets(name: str, changes:
     flags = {word.partition("=")[0] for word in mine["args"] if word.startswith("--")}
     command: Any = typer.main.get_command(app)
     assert flags < {option for parameter in command.commands["certify"].params for option in parameter.opts}
+
+
+def test_an_upgrade_of_a_certified_release_is_certified_only_if_what_it_serves_changes(tmp_path: Path) -> None:
+    """Here a value stands for the ConfigMap that `lookup` finds in a cluster."""
+    asked = 'lookup "v1" "ConfigMap" .Release.Namespace (include "dflash-serve.fullname" .)'
+    chart = tmp_path / CHART.name
+    shutil.copytree(whole_chart(), chart)
+    template = chart / "templates" / "_jobs.tpl"
+    assert asked in template.read_text()
+    template.write_text(template.read_text().replace(asked, ".Values.global.running"))
+
+    def kinds(running: Manifest, **changes: object) -> list[str]:
+        given = changed("torch-on-a-cpu", {"certify.enabled": True, "global.running": running, **changes})
+        return [manifest["kind"] for manifest in render(given, chart=chart)]
+
+    (running,) = [m for m in of_kind(render(changed("torch-on-a-cpu", {"certify.enabled": True})), "ConfigMap")
+                  if m["metadata"].get("annotations", {}).keys() == {"dflash-serve/certified"}]  # fmt: skip
+    assert "Job" not in kinds(running, replicas=2)
+    assert "Job" in kinds(running, **{"deployment.speculation": {"width": 2}})
+    assert "Job" in kinds({"metadata": {}})
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,21 @@ annotations:
 {{- .Values.serviceAccount.create | ternary (printf "%s-jobs" (include "dflash-serve.fullname" .)) (.Values.serviceAccount.name | default "default") -}}
 {{- end -}}
 
-{{- /* The Job's pod certifies nothing again that was accepted, and goes on with a run that was interrupted. A certificate is
-named by the deployment, the image and the settings; without a claim or a folder of the node its JSON is in the log. */ -}}
+{{- /* What a certificate is valid for: deployment, image, GPU and settings. */ -}}
+{{- define "dflash-serve.certifyKey" -}}
+{{- list .Values.deployment .Values.image.digest .Values.certify (include "dflash-serve.gpuKind" .) | toJson | sha256sum | trunc 12 -}}
+{{- end -}}
+
+{{- /* "yes" unless the release that runs was certified with the same key: a change of replicas needs no spare GPUs. */ -}}
+{{- define "dflash-serve.certifies" -}}
+{{- $running := lookup "v1" "ConfigMap" .Release.Namespace (include "dflash-serve.fullname" .) -}}
+{{- $certified := dig "metadata" "annotations" "dflash-serve/certified" "" $running -}}
+{{- ternary "yes" "" (and .Values.certify.enabled (ne $certified (include "dflash-serve.certifyKey" .))) -}}
+{{- end -}}
+
+{{- /* The Job's pod certifies nothing again that was accepted, and goes on with a run that was interrupted. Without a claim
+or a folder of the node the certificate is in the log, as JSON. */ -}}
 {{- define "dflash-serve.certifyCommand" -}}
-{{- $key := list .Values.deployment .Values.image.digest .Values.certify (include "dflash-serve.gpuKind" .) | toJson | sha256sum | trunc 12 -}}
 {{- $kept := has .Values.models.kind (list "claim" "node") -}}
 command:
   - sh
@@ -34,7 +45,7 @@ command:
     grep -qs '"verdict": "accepted"' "$0/certificate.json" && { echo "accepted before: $0"; exit 0; }
     test -e "$0/certificate.json.partial.jsonl" && set -- "$@" --resume
     exec dflash-serve certify "$@" --output "$0"
-  - {{ printf "%s/%s-%s" ($kept | ternary "/models/certificates" "/tmp") (include "dflash-serve.fullname" .) $key }}
+  - {{ printf "%s/%s-%s" ($kept | ternary "/models/certificates" "/tmp") (include "dflash-serve.fullname" .) (include "dflash-serve.certifyKey" .) }}
 args:
   - /etc/dflash-serve/deployment.yaml
   - {{ printf "--backend=%s" .Values.backend | quote }}
