@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dflash_serve.backend import TokenLogprob
 from dflash_serve.models.kv_cache import to_device
-from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
-from dflash_serve.speculation.noise import BlockNoise, draw
+from dflash_serve.speculation.acceptance import accept_matching, accept_sampled
+from dflash_serve.speculation.noise import draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, greedy_tokens, probabilities
 
@@ -22,7 +22,7 @@ from .model_runner import Fetched
 from .request import Request
 
 log = logging.getLogger(__name__)
-# Marks a slot behind the bonus token (`Acceptance.committed`).
+# Marks a slot behind the bonus token (`accept_matching`).
 UNUSED = -1
 # Marks a slot where the target's logits are NaN or infinite.
 BROKEN = -2
@@ -60,8 +60,7 @@ class Sampler:
         highest, tokens = logits.max(-1)
         if not all(request.params.greedy for request in requests):
             batch = self._collated([request.params for request in requests], logits)
-            noise = BlockNoise.of(seeds, first, logits.shape[1])
-            tokens = draw(probabilities(logits, batch), noise.draw)
+            tokens = draw(probabilities(logits, batch), uniforms(seeds, first, logits.shape[1]))
         return torch.where(highest.isfinite(), tokens, BROKEN)
 
     def __call__(
@@ -97,30 +96,27 @@ def _sample(
 ) -> Callable[[], list[StepResult]]:
     device = logits.device
     widths = [1 + len(draft) for draft in drafts]
-    most = max(widths) - 1
-    padded_draft = to_device([[*draft, *[-1] * (most - len(draft))] for draft in drafts], device)
-    raw = logits[None] if len(widths) == 1 else _pad(list(logits.split(widths)))
+    padded_draft = _padded(drafts, device)
+    raw = logits[None] if len(widths) == 1 else pad_sequence(logits.split(widths), batch_first=True)
     padded = _allowed(requests, drafts, raw, eos_token_ids)
     counts: TokenCounts | None = None
     if batch.penalised:
         prompts = [request.token_ids[: request.prompt_length] for request in requests]
-        counts = TokenCounts.of(prompts, [request.output_ids for request in requests], logits.shape[-1], device)
+        answers = [request.output_ids for request in requests]
+        counts = TokenCounts.of(_padded(prompts, device), _padded(answers, device), logits.shape[-1])
     width_tensor = to_device(widths, device)
-    acceptance: Acceptance
     if batch.all_greedy:
-        acceptance = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
+        gained = accept_matching(padded_draft, greedy_tokens(padded, batch, counts, padded_draft), width_tensor)
     else:
-        seeds = to_device([request.seed for request in requests], device)
-        first = to_device([len(request.output_ids) for request in requests], device)
-        noise = BlockNoise.of(seeds, first, padded.shape[1])
+        known = to_device([[request.seed, len(request.output_ids)] for request in requests], device)
         p = probabilities(padded, batch, counts, padded_draft)
-        acceptance = accept_sampled(padded_draft, p, width_tensor, noise)
-    committed = acceptance.committed(padded_draft)
-    fetched = Fetched(torch.where((committed < 0) | raw.amax(-1).isfinite(), committed, BROKEN))
+        numbers = uniforms(known[:, 0], known[:, 1], padded.shape[1])
+        gained = accept_sampled(padded_draft, p, width_tensor, numbers)
+    fetched = Fetched(torch.where((gained == UNUSED) | raw.amax(-1).isfinite(), gained, BROKEN))
 
     def results() -> list[StepResult]:
-        gained = [[token for token in tokens if token != UNUSED] for tokens in fetched.tolist()]
-        return [result_of(*each) for each in zip(requests, gained, raw, strict=True)]
+        found = [[token for token in tokens if token != UNUSED] for tokens in fetched.tolist()]
+        return [result_of(*each) for each in zip(requests, found, raw, strict=True)]
 
     return results
 
@@ -190,8 +186,9 @@ def _allowed(
     return logits
 
 
-def _pad(rows: list[Tensor], value: float = 0.0) -> Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=value)
+def _padded(rows: Sequence[list[int]], device: torch.device) -> Tensor:  # int64 [N, longest]
+    longest = max(map(len, rows))
+    return to_device([[*row, *[UNUSED] * (longest - len(row))] for row in rows], device)
 
 
 def last_rows(pending: list[list[int]], drafts: list[list[int]], heads: list[int]) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Randomness as an argument: every random number is a function of (seed, output position, stream).
+"""Randomness as an argument: every random number is a function of (seed, output position).
 
 Output position t is the 0-based index of an output token; row j of a block decides position `first + j`, where `first`
 output tokens are committed already. A request thus gets the same numbers for any batch, width and device. A position's
@@ -7,8 +7,7 @@ uses them, so every committed token has fresh ones.
 """
 
 import secrets
-from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,44 +15,21 @@ from torch import Tensor
 _CHUNK: Final = 128  # divides the usual vocabulary sizes, so that `draw` seldom pads
 
 
-class NoiseStream(IntEnum):
-    """Purpose of a random number; streams are independent of one another."""
-
-    DRAW = 0  # the target's own sample: plain sampling, bonus tokens, residuals
-    ACCEPT = 1  # whether a drafted token is accepted
-    DRAFT = 2  # the drafter's sample, where the drafter samples
-
-
-class BlockNoise(NamedTuple):
-    """Uniform numbers in [0, 1) for one verification. draw: [N, W] float64. accept: [N, W-1] float64."""
-
-    draw: Tensor
-    accept: Tensor
-
-    @classmethod
-    def of(cls, seeds: Tensor, first: Tensor, rows: int) -> "BlockNoise":
-        """seeds [N] int64, one per request; first [N] int64, output tokens committed so far; rows is W."""
-        positions = block_positions(first, rows)
-        return cls(uniforms(seeds, positions, NoiseStream.DRAW), uniforms(seeds, positions[:, :-1], NoiseStream.ACCEPT))
-
-
 def fresh_seed() -> int:
     """A seed for a request without one; it must not change during the request."""
     return secrets.randbits(63)
 
 
-def block_positions(first: Tensor, rows: int) -> Tensor:
-    """[N, rows] int64: the output positions that a block's rows decide. Slot k is decided by row k-1."""
-    return first[:, None] + torch.arange(rows, device=first.device)
+def uniforms(seeds: Tensor, first: Tensor, rows: int) -> Tensor:
+    """Uniform numbers in [0, 1) for one verification, [N, rows] float64, multiples of 2**-53.
 
-
-def uniforms(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> Tensor:
-    """Uniform numbers in [0, 1), multiples of 2**-53.
-
-    seeds [N] int64 (any value), positions [N, ...] int64; returns float64 of the shape of `positions`.
+    Args:
+        seeds: [N] int64 of any value, one per request.
+        first: [N] int64, output tokens committed so far.
+        rows: W; slot k is decided by row k-1.
     """
-    key = _mix(seeds + _signed(_GOLDEN * (stream + 1)))
-    key = key.reshape(key.shape + (1,) * (positions.dim() - 1))
+    positions = first[:, None] + torch.arange(rows, device=first.device)
+    key = _mix(seeds + _signed(_GOLDEN))[:, None]
     return _shift(_mix(key + (positions + 1) * _signed(_GOLDEN)), 11).double() * 2.0**-53
 
 

@@ -59,21 +59,15 @@ class SamplingBatch:
     def of(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str | None = None
     ) -> SamplingBatch:
-        """Collate the parameters of N requests.
-
-        Raises:
-            ValueError: a `logit_bias` names a token that the target's vocabulary does not have.
-        """
+        """Collate the parameters of N requests; their biases name tokens of the vocabulary."""
         bias = [(i, token, value) for i, p in enumerate(params) for token, value in p.logit_bias.items()]
-        for _, token, _ in bias:
-            if token >= vocab_size:
-                raise ValueError(f"logit_bias: token id {token} is not in the vocabulary; use 0 to {vocab_size - 1}")
+        on_gpu = torch.device(device or "cpu").type == "cuda"  # which the host would wait for without pinned memory
 
-        def floats(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32).to(device=device, non_blocking=True)
+        def floats(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
 
         def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device=device, non_blocking=True)
+            return floats(values, torch.int64)
 
         def where(wanted: Callable[[SamplingParams], bool]) -> Tensor:
             return ints([i for i, p in enumerate(params) if wanted(p)])
@@ -147,24 +141,14 @@ class TokenCounts:
     in_output: Tensor
 
     @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        vocab_size: int,
-        device: torch.device | str | None = None,
-    ) -> TokenCounts:
-        in_prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        in_output = torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device)
-        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            in_prompt[row, torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-            tokens = torch.tensor(output, dtype=torch.int64, device=device)
-            in_output[row] = torch.bincount(tokens, minlength=vocab_size).int()
-        return cls(in_prompt, in_output)
+    def of(cls, prompts: Tensor, outputs: Tensor, vocab_size: int) -> TokenCounts:
+        """Counts the tokens of N prompts and outputs, int64 [N, any length] each; -1 pads."""
 
-    def commit(self, tokens: Tensor) -> None:
-        """Count newly committed tokens, [N, W] int64, in place; -1 pads (see `Acceptance.committed`)."""
-        self.in_output.scatter_add_(1, tokens.clamp(min=0), (tokens >= 0).int())
+        def count(tokens: Tensor) -> Tensor:
+            none = torch.zeros(len(tokens), vocab_size, dtype=torch.int32, device=tokens.device)
+            return none.scatter_add_(1, tokens.clamp(min=0), (tokens >= 0).int())
+
+        return cls(count(prompts) > 0, count(outputs))
 
 
 def apply_penalties(logits: Tensor, batch: SamplingBatch, counts: TokenCounts, draft: Tensor) -> Tensor:
@@ -224,23 +208,18 @@ def adjust_logits(
         logits: [N, W, V] floating; row j follows slot j of the block. Not changed.
         batch: parameters of the N requests.
         counts: tokens seen so far; needed when a request has a penalty.
-        draft: [N, W-1] int64, slots 1..W-1, -1 pads; needed when a request has a penalty and W > 1.
+        draft: [N, W-1] int64, slots 1..W-1, -1 pads; needed when a request has a penalty.
 
     Returns:
         [N, W, V] float32, or `logits` itself when nothing is switched on.
-
-    Raises:
-        ValueError: a request has a penalty but `counts` or `draft` is missing.
     """
     if batch.bias_token.shape[0]:
         logits = logits.to(torch.float32, copy=True)
         logits[batch.bias_request, :, batch.bias_token] += batch.bias_value[:, None]
     if not batch.penalised:
         return logits
-    if counts is None or (draft is None and logits.shape[1] > 1):
-        raise ValueError("a request has a penalty: pass `counts`, and `draft` for blocks of more than one row")
-    if draft is None:
-        draft = torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    assert counts is not None
+    assert draft is not None
     return apply_penalties(logits.float(), batch, counts, draft)
 
 
@@ -249,7 +228,7 @@ def greedy_tokens(
 ) -> Tensor:
     """The target's most probable token in every row, [N, W] int64; a single argmax without bias and penalties.
 
-    Args and Raises: as for `adjust_logits`.
+    Args: as for `adjust_logits`.
     """
     return adjust_logits(logits, batch, counts, draft).argmax(-1)
 
@@ -262,7 +241,7 @@ def probabilities(
     A greedy request (temperature 0) has all mass on its most probable token. So a mixed batch needs one path only, and
     sampling and acceptance give the greedy result for that request.
 
-    Args and Raises: as for `adjust_logits`.
+    Args: as for `adjust_logits`.
 
     Returns:
         [N, W, V] float32; each row sums to 1.

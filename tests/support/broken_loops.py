@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dflash_serve.backend import Prompt
 from dflash_serve.speculation import sampling
-from dflash_serve.speculation.acceptance import Acceptance, accept_matching, accept_sampled
-from dflash_serve.speculation.noise import BlockNoise, draw
+from dflash_serve.speculation.acceptance import accept_matching, accept_sampled
+from dflash_serve.speculation.noise import draw
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch import sampler as verdict
 from dflash_torch.engine import EmbeddedEngine
@@ -82,14 +82,12 @@ def guessing_engine(folders: tuple[Path, Path], likely: Mapping[Prefix, int]) ->
 def wrong_residual(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token is drawn from the target's whole distribution, the rejected token included."""
 
-    def accept(draft: Tensor, p: Tensor, widths: Tensor, noise: BlockNoise) -> Acceptance:
-        right = accept_sampled(draft, p, widths, noise)
-        if draft.shape[1] == 0:
-            return right
-        rejected = right.accepted < widths - 1
-        rows = p[torch.arange(len(p)), right.accepted]
-        again = draw(rows, noise.accept.gather(1, right.accepted.clamp(max=noise.accept.shape[1] - 1)[:, None])[:, 0])
-        return Acceptance(right.accepted, torch.where(rejected, again, right.bonus_token))
+    def accept(draft: Tensor, p: Tensor, widths: Tensor, uniforms: Tensor) -> Tensor:
+        right = accept_sampled(draft, p, widths, uniforms)
+        last = (right >= 0).sum(1, keepdim=True) - 1
+        afresh = (uniforms.gather(1, last) * 1e6) % 1  # independent of the number that rejected the draft
+        again = draw(p.gather(1, last[..., None].expand(-1, 1, p.shape[-1])), afresh)
+        return torch.where((last + 1 < widths[:, None]), right.scatter(1, last, again), right)
 
     monkeypatch.setattr(verdict, "accept_sampled", accept)
 
@@ -133,13 +131,9 @@ def frozen_penalties(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) ->
 def greedy_verification(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted tokens of sampled requests are judged against the most probable token, and so is the bonus token."""
 
-    def accept(draft: Tensor, p: Tensor, widths: Tensor, noise: BlockNoise) -> Acceptance:
-        right, greedy = accept_sampled(draft, p, widths, noise), accept_matching(draft, p.argmax(-1), widths)
-        drafted = widths > 1
-        return Acceptance(
-            torch.where(drafted, greedy.accepted, right.accepted),
-            torch.where(drafted, greedy.bonus_token, right.bonus_token),
-        )
+    def accept(draft: Tensor, p: Tensor, widths: Tensor, uniforms: Tensor) -> Tensor:
+        right, greedy = accept_sampled(draft, p, widths, uniforms), accept_matching(draft, p.argmax(-1), widths)
+        return torch.where(widths[:, None] > 1, greedy, right)
 
     monkeypatch.setattr(verdict, "accept_sampled", accept)
 

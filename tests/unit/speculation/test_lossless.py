@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_serve.speculation import acceptance, sampling
 from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.noise import BlockNoise, NoiseStream, block_positions, draw, uniforms
+from dflash_serve.speculation.noise import uniforms
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 
@@ -40,28 +40,23 @@ PARAMS = {
 }  # fmt: skip
 
 
-def speculate(params: Sequence[SamplingParams], seeds: Tensor, *, sampled: bool, max_width: int = BLOCK_SIZE) -> Tensor:
-    """[N, LENGTH] tokens by speculation with ragged widths; `sampled`: the drafter samples, else it takes its best."""
+def speculate(params: Sequence[SamplingParams], seeds: Tensor, *, max_width: int = BLOCK_SIZE) -> Tensor:
+    """[N, LENGTH] tokens by speculation with ragged widths."""
     n, start = len(params), len(PROMPT)
-    batch, counts = SamplingBatch.of(params, V), TokenCounts.of([PROMPT] * n, [[]] * n, V)
-    tokens = torch.zeros(n, start + 3 * (LENGTH + BLOCK_SIZE), dtype=torch.int64)
-    tokens[:, :start] = torch.tensor(PROMPT)
+    batch, prompts = SamplingBatch.of(params, V), torch.tensor([PROMPT] * n)
+    tokens = torch.full((n, start + 3 * (LENGTH + BLOCK_SIZE)), -1)
+    tokens[:, :start] = prompts
     done, rows = torch.zeros(n, dtype=torch.int64), max_width
     while (done < LENGTH).any():
         ends = start - 1 + done[:, None]
         anchor, before = tokens.gather(1, ends), tokens.gather(1, ends - 1)
-        q = DRAFTER[anchor[:, 0], : rows - 1].softmax(-1)
-        draft = (
-            draw(q, uniforms(seeds, block_positions(done, rows - 1), NoiseStream.DRAFT)) if sampled else q.argmax(-1)
-        )
-        block = torch.cat([before, anchor, draft], dim=1)
+        draft = DRAFTER[anchor[:, 0], : rows - 1].argmax(-1)
+        block, counts = torch.cat([before, anchor, draft], dim=1), TokenCounts.of(prompts, tokens[:, start:], V)
         p = probabilities(TARGET[block[:, :-1], block[:, 1:]], batch, counts, draft)
         widths = (seeds + done) % rows + 1
-        verdict = accept_sampled(draft, p, widths, BlockNoise.of(seeds, done, rows), q if sampled else None)
-        gained = verdict.committed(draft)
-        counts.commit(gained)
-        tokens.scatter_(1, ends + 1 + torch.arange(rows), gained.clamp(min=0))
-        done = done + verdict.acceptance_length
+        gained = accept_sampled(draft, p, widths, uniforms(seeds, done, rows))
+        tokens.scatter_(1, ends + 1 + torch.arange(rows), gained)
+        done = done + (gained >= 0).sum(1)
     return tokens[:, start : start + LENGTH]
 
 
@@ -106,45 +101,35 @@ def p_value(observed: Tensor, params: SamplingParams) -> float:
     return float(chi2.sf(g, len(cells) - 1))
 
 
-def run(params: SamplingParams, *, sampled: bool, max_width: int = BLOCK_SIZE) -> float:
-    return p_value(speculate([params] * REQUESTS, torch.arange(REQUESTS), sampled=sampled, max_width=max_width), params)
+def run(params: SamplingParams, *, max_width: int = BLOCK_SIZE) -> float:
+    return p_value(speculate([params] * REQUESTS, torch.arange(REQUESTS), max_width=max_width), params)
 
 
+@pytest.mark.parametrize("max_width", [1, BLOCK_SIZE], ids=["plain sampling", "blocks"])
 @pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy drafter", "sampling drafter"])
-def test_the_output_is_distributed_as_the_targets_own(name: str, sampled: bool) -> None:
-    assert run(PARAMS[name], sampled=sampled) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("name", PARAMS)
-def test_width_one_is_plain_sampling(name: str) -> None:
-    assert run(PARAMS[name], sampled=False, max_width=1) > FALSE_ALARM
-
-
-def test_the_test_catches_a_wrong_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptance, "_residual", lambda p, q, accepted, widths: p[torch.arange(len(p)), accepted])
-    assert run(SamplingParams(), sampled=True) < CAUGHT
+def test_the_output_is_distributed_as_the_targets_own(name: str, max_width: int) -> None:
+    assert run(PARAMS[name], max_width=max_width) > FALSE_ALARM
 
 
 def test_the_test_catches_a_rejected_token_drawn_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept with probability p(d), then draw from all of p: the point-mass rule without its residual."""
+    """Accept with probability p(d), then draw from all of p: the rule without its residual."""
 
-    def forgetful(draft: Tensor, choice: Tensor, widths: Tensor) -> acceptance.Acceptance:
-        verdict = accept_matching(draft, choice, widths)
-        again = torch.where(verdict.accepted == widths - 1, verdict.bonus_token, choice.roll(1, 0)[:, 0])
-        return acceptance.Acceptance(verdict.accepted, again)
+    def forgetful(draft: Tensor, choice: Tensor, widths: Tensor) -> Tensor:
+        gained = accept_matching(draft, choice, widths)
+        count = (gained >= 0).sum(1)
+        again = torch.where(count == widths, gained.gather(1, count[:, None] - 1)[:, 0], choice.roll(1, 0)[:, 0])
+        return gained.scatter(1, count[:, None] - 1, again[:, None])
 
     accept_matching = acceptance.accept_matching
     monkeypatch.setattr(acceptance, "accept_matching", forgetful)
-    assert run(SamplingParams(), sampled=False) < CAUGHT
+    assert run(SamplingParams()) < CAUGHT
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_test_catches_penalties_frozen_inside_a_block(monkeypatch: pytest.MonkeyPatch, sampled: bool) -> None:
+def test_the_test_catches_penalties_frozen_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sampling, "_occurrences", lambda tokens, rows: tokens.new_zeros(len(tokens), rows, tokens.shape[1])
     )
-    assert run(PARAMS["presence and frequency penalties"], sampled=sampled) < CAUGHT
+    assert run(PARAMS["presence and frequency penalties"]) < CAUGHT
 
 
 def mixed(n: int) -> list[SamplingParams]:
@@ -155,21 +140,17 @@ def mixed(n: int) -> list[SamplingParams]:
 @pytest.mark.parametrize("max_width", [2, 3, 4])
 def test_a_seeded_output_is_the_same_token_by_token_at_any_width(max_width: int) -> None:
     params, seeds = mixed(2000), torch.arange(2000) * 7919
-    plain = speculate(params, seeds, sampled=False, max_width=1)
-    assert torch.equal(speculate(params, seeds, sampled=False, max_width=max_width), plain)
+    assert torch.equal(speculate(params, seeds, max_width=max_width), speculate(params, seeds, max_width=1))
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_request_never_feels_its_batch_neighbours(sampled: bool) -> None:
+def test_a_request_never_feels_its_batch_neighbours() -> None:
     params, seeds = mixed(60), torch.arange(60) * 104729
-    together = speculate(params, seeds, sampled=sampled)
-    alone = [speculate([params[i]], seeds[i : i + 1], sampled=sampled)[0] for i in range(60)]
-    assert torch.equal(together, torch.stack(alone))
+    alone = [speculate([params[i]], seeds[i : i + 1])[0] for i in range(60)]
+    assert torch.equal(speculate(params, seeds), torch.stack(alone))
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_greedy_request_in_a_sampled_batch_gets_the_greedy_output(sampled: bool) -> None:
-    output, prefix = speculate(mixed(9), torch.arange(9), sampled=sampled)[8].tolist(), list(PROMPT)
+def test_a_greedy_request_in_a_sampled_batch_gets_the_greedy_output() -> None:
+    output, prefix = speculate(mixed(9), torch.arange(9))[8].tolist(), list(PROMPT)
     for token in output:
         assert token == int(TARGET[prefix[-2], prefix[-1]].argmax())
         prefix.append(token)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from dflash_serve.speculation.noise import BlockNoise, NoiseStream, draw, fresh_seed, uniforms
+from dflash_serve.speculation.noise import draw, fresh_seed, uniforms
 
 MASK = 2**64 - 1
 
@@ -16,23 +16,19 @@ def mix(z: int) -> int:
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1, -(2**63)])
 def test_numbers_follow_the_definition_bit_by_bit_on_every_device(seed: int) -> None:
     golden = 0x9E3779B97F4A7C15
-    for stream in NoiseStream:
-        want = mix((mix((seed + golden * (stream + 1)) & MASK) + 8 * golden) & MASK) >> 11
-        got = uniforms(torch.tensor([seed]), torch.tensor([[7]]), stream)
-        assert got.item() == want / 2**53
+    want = mix((mix((seed + golden) & MASK) + 8 * golden) & MASK) >> 11
+    assert uniforms(torch.tensor([seed]), torch.tensor([7]), 1).item() == want / 2**53
 
 
-@pytest.mark.parametrize("stream", NoiseStream)
-def test_numbers_are_uniform_over_seeds_and_over_positions(stream: NoiseStream) -> None:
-    over_seeds = uniforms(torch.arange(20_000), torch.zeros(20_000, 1, dtype=torch.int64), stream)
-    over_positions = uniforms(torch.tensor([42]), torch.arange(20_000)[None], stream)
+def test_numbers_are_uniform_over_seeds_and_over_positions() -> None:
+    over_seeds = uniforms(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 1)
+    over_positions = uniforms(torch.tensor([42]), torch.tensor([0]), 20_000)
     for numbers in (over_seeds, over_positions):
         assert kstest(numbers.flatten().numpy(), "uniform").pvalue > 1e-4
 
 
-def test_streams_positions_and_seeds_are_uncorrelated() -> None:
-    seeds, at = torch.arange(20_000), torch.arange(2).expand(20_000, 2)
-    columns = torch.cat([uniforms(seeds, at, stream) for stream in NoiseStream], dim=1)
+def test_positions_and_seeds_are_uncorrelated() -> None:
+    columns = uniforms(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 2)
     columns = torch.cat([columns, columns.roll(1, 0)], dim=1)
     correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1])
     assert correlation.abs().max() < 5 / 20_000**0.5
@@ -40,9 +36,8 @@ def test_streams_positions_and_seeds_are_uncorrelated() -> None:
 
 def test_a_position_has_its_numbers_whatever_block_it_is_seen_in() -> None:
     seeds = torch.tensor([3, 4])
-    wide, late = BlockNoise.of(seeds, torch.tensor([10, 20]), 6), BlockNoise.of(seeds, torch.tensor([12, 22]), 3)
-    assert torch.equal(wide.draw[:, 2:5], late.draw)
-    assert torch.equal(wide.accept[:, 2:4], late.accept)
+    wide, late = uniforms(seeds, torch.tensor([10, 20]), 6), uniforms(seeds, torch.tensor([12, 22]), 3)
+    assert torch.equal(wide[:, 2:5], late)
 
 
 def test_fresh_seeds_differ() -> None:

@@ -26,6 +26,11 @@ def one_by_one(logits: list[float], prompt: list[int], output: list[int], params
     return result
 
 
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[-1] * (longest - len(row))] for row in rows], dtype=torch.int64)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     requests=st.lists(
@@ -40,7 +45,7 @@ def test_penalties_inside_a_block_are_those_of_decoding_token_by_token(
     prompts, outputs, drafts, params = map(list, zip(*requests, strict=True))
     logits = torch.randn(len(requests), 5, V, generator=torch.Generator().manual_seed(seed))
     untouched = logits.clone()
-    counts = TokenCounts.of(prompts, outputs, V)
+    counts = TokenCounts.of(padded(prompts), padded(outputs), V)
     got = apply_penalties(logits, SamplingBatch.of(params, V), counts, torch.tensor(drafts))
     want = [
         [one_by_one(logits[i, j].tolist(), prompts[i], outputs[i] + drafts[i][:j], params[i]) for j in range(5)]
@@ -55,21 +60,23 @@ def test_strengths_that_are_off_leave_every_bit_as_it_was() -> None:
     logits[0, :, 2] = float("-inf")
     batch = SamplingBatch.of([SamplingParams(), SamplingParams(repetition_penalty=2)], V)
     draft = torch.tensor([[1, 1], [1, 1]])
-    got = apply_penalties(logits, batch, TokenCounts.of([[0], [0]], [[1], [1]], V), draft)
+    got = apply_penalties(logits, batch, TokenCounts.of(torch.tensor([[0], [0]]), draft[:, :1], V), draft)
     assert torch.equal(got[0], logits[0])
     assert not torch.equal(got[1], logits[1])
 
 
 def test_padding_of_the_draft_counts_nowhere() -> None:
     logits = torch.randn(1, 4, V, generator=torch.Generator().manual_seed(0))
-    batch, counts = SamplingBatch.of([SamplingParams(presence_penalty=1)], V), TokenCounts.of([[]], [[3]], V)
-    padded = apply_penalties(logits, batch, counts, torch.tensor([[2, -1, -1]]))
+    batch, counts = (
+        SamplingBatch.of([SamplingParams(presence_penalty=1)], V),
+        TokenCounts.of(padded([[]]), padded([[3]]), V),
+    )
+    wide = apply_penalties(logits, batch, counts, torch.tensor([[2, -1, -1]]))
     narrow = apply_penalties(logits[:, :2], batch, counts, torch.tensor([[2]]))
-    assert torch.equal(padded[:, :2], narrow)
+    assert torch.equal(wide[:, :2], narrow)
 
 
-def test_committed_tokens_are_counted_and_padding_is_not() -> None:
-    counts = TokenCounts.of([[5], [5]], [[1], []], V)
-    counts.commit(torch.tensor([[1, 2, -1], [0, -1, -1]]))
+def test_tokens_are_counted_and_padding_is_not() -> None:
+    counts = TokenCounts.of(padded([[5], [5]]), torch.tensor([[1, 1, 2, -1], [0, -1, -1, -1]]), V)
     assert counts.in_output.tolist() == [[0, 2, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
     assert counts.in_prompt.nonzero().tolist() == [[0, 5], [1, 5]]

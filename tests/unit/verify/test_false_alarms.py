@@ -19,7 +19,7 @@ from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.noise import BlockNoise
+from dflash_serve.speculation.noise import uniforms
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
@@ -50,18 +50,18 @@ def drawn(case: Case, width: int, count: int, first_seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=generator) * 2
     batch = SamplingBatch.of([case.params] * count, VOCABULARY)
-    counts = TokenCounts.of([[0]] * count, [[]] * count, VOCABULARY)
-    tokens = torch.zeros(count, 1 + TOKENS + width, dtype=torch.int64)  # the prompt is token 0
+    tokens = torch.full((count, 1 + TOKENS + width), -1)
+    tokens[:, 0] = 0  # the prompt
     seeds, length = torch.arange(first_seed, first_seed + count), torch.zeros(count, dtype=torch.int64)
     for _ in range(TOKENS):
         block = [tokens.gather(1, length[:, None])[:, 0]]
         while len(block) < width:
             block.append(table[block[-1]].argmax(-1))
         draft = torch.stack(block[1:], 1) if width > 1 else torch.empty(count, 0, dtype=torch.int64)
+        counts = TokenCounts.of(tokens[:, :1], tokens[:, 1:], VOCABULARY)
         p = probabilities(table[torch.stack(block, 1)], batch, counts, draft)
-        verdict = accept_sampled(draft, p, torch.full((count,), width), BlockNoise.of(seeds, length, width))
-        gained = verdict.committed(draft).masked_fill((length >= TOKENS)[:, None], -1)
-        counts.commit(gained)
+        gained = accept_sampled(draft, p, torch.full((count,), width), uniforms(seeds, length, width))
+        gained = gained.masked_fill((length >= TOKENS)[:, None], -1)
         place = length[:, None] + 1 + torch.arange(width)
         tokens.scatter_(1, place, torch.where(gained >= 0, gained, tokens.gather(1, place)))
         length = (length + (gained >= 0).sum(1)).clamp(max=TOKENS)
