@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 import pytest
 import torch
 
@@ -56,23 +54,6 @@ def test_an_answer_without_max_tokens_has_a_default_length(llm: LLM, monkeypatch
     )
     everything = llm.generate("the quick", SamplingParams(temperature=0, ignore_eos=True, max_tokens=None))[0]
     assert len(everything.token_ids) > 100
-
-
-def test_a_listener_who_leaves_frees_the_slots(llm: LLM) -> None:
-    stream = llm.stream(["fox"] * 6, GREEDY)
-    next(stream)
-    stream.close()
-    assert len(llm.generate(["fox"] * 6, GREEDY)) == 6
-
-
-def test_two_streams_of_one_llm_go_side_by_side(llm: LLM) -> None:
-    prompts = ["the lazy dog", "fox over"]
-    alone = [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
-    one, two = (llm.stream(prompt, GREEDY) for prompt in prompts)
-    texts = ["", ""]
-    for pair in zip_longest(one, two):
-        texts = [text + (chunk.text if chunk else "") for text, chunk in zip(texts, pair, strict=True)]
-    assert texts == alone == [one.outputs()[0].text, two.outputs()[0].text]
 
 
 def test_chat_goes_through_the_targets_template(llm: LLM) -> None:

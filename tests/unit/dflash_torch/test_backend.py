@@ -13,22 +13,16 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_torch import backend
 from tests.support.tiny import write_quantized_drafter
-from tests.support.tiny_target import write_tiny_pair
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_tiny_pair(tmp_path_factory.mktemp("pair"))
-
-
-def deployment(pair: tuple[Path, Path], **sections: Any) -> Deployment:
-    given = {"target": {"model": str(pair[0])}, "drafter": {"model": str(pair[1])}}
+def deployment(folders: tuple[Path, Path], **sections: Any) -> Deployment:
+    given = {"target": {"model": str(folders[0])}, "drafter": {"model": str(folders[1])}}
     return Deployment.model_validate({**given, **sections})
 
 
-def test_what_it_can_do_has_no_problems(pair: tuple[Path, Path]) -> None:
+def test_what_it_can_do_has_no_problems(folders: tuple[Path, Path]) -> None:
     limits = {"max_batch_size": 4, "max_model_len": 128, "max_queued_requests": 3}
-    assert backend.check(deployment(pair, limits=limits, speculation={"block_size": 3, "width": 2})) == []
+    assert backend.check(deployment(folders, limits=limits, speculation={"block_size": 3, "width": 2})) == []
 
 
 IGNORED: list[tuple[str, dict[str, Any]]] = [
@@ -46,32 +40,34 @@ IGNORED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "sections"), IGNORED)
-def test_a_setting_it_would_ignore_is_a_problem(pair: tuple[Path, Path], field: str, sections: dict[str, Any]) -> None:
+def test_a_setting_it_would_ignore_is_a_problem(
+    folders: tuple[Path, Path], field: str, sections: dict[str, Any]
+) -> None:
     if "target" in sections:
-        sections = {"target": {"model": str(pair[0]), **sections["target"]}}
-    assert [problem.where for problem in backend.check(deployment(pair, **sections))] == [field]
+        sections = {"target": {"model": str(folders[0]), **sections["target"]}}
+    assert [problem.where for problem in backend.check(deployment(folders, **sections))] == [field]
 
 
-def test_a_quantised_drafter_is_a_problem(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config, _ = read_config(pair[1])
+def test_a_quantised_drafter_is_a_problem(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    config, _ = read_config(folders[1])
     drafter = write_quantized_drafter(tmp_path / "fp8", "fp8", config)
-    (problem,) = backend.check(deployment(pair, drafter={"model": str(drafter)}))
+    (problem,) = backend.check(deployment(folders, drafter={"model": str(drafter)}))
     assert "quantised to FP8, the embedded backend reads bf16 drafters only" in str(problem)
 
 
-def test_a_gpu_that_is_not_there_is_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="b200"):
-        backend.engine(deployment(pair, hardware={"gpu": "b200"}))
+        backend.engine(deployment(folders, hardware={"gpu": "b200"}))
 
 
 def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(
-    pair: tuple[Path, Path], tmp_path: Path
+    folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    config = json.loads((pair[0] / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    config = json.loads((folders[0] / "config.json").read_text()) | {"model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
     with pytest.raises(UserError, match=r"qwen3_moe.*another backend"):
-        backend.check(deployment((tmp_path, pair[1])))
+        backend.check(deployment((tmp_path, folders[1])))
 
 
 def test_a_misspelt_setting_of_the_http_server_is_named_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
