@@ -81,13 +81,14 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
     scheduler = engine.fixed(width).scheduler
     speculator = scheduler.speculator
     assert speculator is not None
+    # Steps of padded passes leave no features on the host, and hooks do not run inside a captured graph.
+    scheduler.target_runner.static = speculator.drafter_runner.static = False
     params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
     request = scheduler.join(engine.tokenize(prompt), params)
     for _ in range(STEPS):
         scheduler.step()
     pending = torch.cat(request.features)
     flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
-    speculator.drafter_runner.static = False  # hooks do not run inside a captured graph
     with _watched(speculator.drafter, flow, request.verified):
         (draft,) = speculator.draft([request], [width])
     flow["drafts"] = torch.tensor(draft)[:, None]

@@ -14,6 +14,7 @@ from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.faults.catalogue import DrafterFault, catalogue
 from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
+from dflash_torch.model_runner import Runner
 from tests.support.embedded import answers, tiny_engine
 from tests.support.heads import HEADS
 from tests.support.tiny_target import write_tiny_pair
@@ -78,7 +79,12 @@ def with_fault(engine: EmbeddedEngine, fault: DrafterFault) -> EmbeddedEngine:
     return suspect
 
 
-def test_a_sound_engine_differs_nowhere(engine: EmbeddedEngine, folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("static", [False, True], ids=["ragged", "padded"])
+def test_a_sound_engine_differs_nowhere(
+    engine: EmbeddedEngine, folders: tuple[Path, Path], static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Runner.__init__
+    monkeypatch.setattr(Runner, "__init__", lambda self, cache, **_: begin(self, cache, static=static))
     assert first_difference(engine, *folders, PROMPT) is None
 
 
