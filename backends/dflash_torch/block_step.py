@@ -1,20 +1,22 @@
 """Decoding steps that stay on the device, so that each is launched before the tokens of the step before are read.
 
-The next step needs each request's anchor, first position and new features. All three are on the device when a step
-ends, so its successor is launched at once, and the host reads tokens, learns, decides and delivers text while the
-device works:
+The next step needs each request's anchor and first position. Both are on the device when a step ends, so its successor
+is launched at once, and the host reads tokens, learns, decides and delivers text while the device works:
 
-    table [N, 3] (entry, position, anchor) -> features of the step before into the drafter's cache -> drafter -> target
-    -> tokens by argmax or by seeded draws -> accepted = leading drafts that equal them -> the next table
+    rows [N, 7] from the host, state [entries, 2] of the step before -> table [N, 3] (entry, position, anchor)
+    -> drafter -> target -> tokens by argmax or by seeded draws -> accepted = leading drafts that equal them
+    -> features of all rows into the drafter's cache -> the next state
 
-A request that ended in the step before takes part in one step for nothing. Only requests whose tokens depend on logits
-and seeds alone can run so, in one width and in a padded shape: see `BlockSteps.launch`.
+A greedy step is one captured pass. Of a sampled one, target and drafter are captured, each by itself. A request that
+ended in the step before takes part in one step for nothing. Only requests whose tokens depend on logits and seeds alone
+can run so, in one width and in a padded shape: see `BlockSteps.shape`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from dflash_serve.models.kv_cache import Span, to_device
 
-from .model_runner import Fetched, Shape, TargetRunner
+from .model_runner import Fetched, Shape, TargetRunner, at_least
 from .request import Request
 from .sampler import Sampler
 from .speculator import Speculator
@@ -34,29 +36,15 @@ class BlockStep:
 
     requests: list[Request]
     width: int
-    table: Tensor  # int64 [N, 3]: entry, first position, anchor
-    following: Tensor  # int64 [N, 2]: first position and anchor of the next step
-    features: Tensor | None  # [N, width, F*H]
-    fetched: Fetched  # [N, width + 1]: the target's tokens, and the number of accepted drafts
+    state: Tensor  # int64 [entries, 2]: first position and anchor of the next step, by cache entry
+    fetched: Fetched  # [N, W + 1] of the padded width W: the target's tokens, and the number of accepted drafts
+    injects: bool  # the drafter's context is complete up to the next step
     context_tokens: int
     launched: float = field(default_factory=perf_counter)
-    injected: set[int] = field(default_factory=set)  # requests whose features the next step took
 
-    def place(self, request: Request) -> int | None:
-        """Row of a request in this step."""
-        return next((row for row, each in enumerate(self.requests) if each.id == request.id), None)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Requests of a step: rows in the step before (None = not in it), upper bounds of positions, and shapes."""
-
-    requests: list[Request]
-    sources: list[int | None]
-    starts: list[int]
-    width: int
-    shape: Shape
-    draft_shape: Shape | None
+    @property
+    def ids(self) -> set[int]:
+        return {request.id for request in self.requests}
 
 
 class BlockSteps:
@@ -65,82 +53,101 @@ class BlockSteps:
     def __init__(self, runner: TargetRunner, speculator: Speculator | None, sampler: Sampler) -> None:
         self.runner, self.speculator, self.sampler = runner, speculator, sampler
 
+    def prepare(self, layer_ids: tuple[int, ...]) -> None:
+        """Captures all greedy steps; no request may run."""
+        for shape, features in self.runner.passes(layer_ids):
+            first, device = shape.length - self.runner.widest, self.runner.cache.keys.device
+            rows = to_device([[0, entry, first, 0, 0, 0, shape.width - 1] for entry in range(shape.requests)], device)
+            self._greedy(rows, self._no_state(rows), shape, features)
+
     def candidates(self, decoding: Sequence[Request], before: BlockStep | None) -> list[Request] | None:
         """The requests of the next step; None = they need the host between steps."""
         if self.speculator is not None and not self.speculator.on_device:
             return None
         if not all(request.needs_no_host for request in decoding):
             return None
-        flying = {request.id for request in before.requests} if before else set()
+        flying = before.ids if before else set()
         # Every step brings a token: a request that lacks one ends in the step before.
         return [request for request in decoding if request.remaining > (request.id in flying)] or None
 
-    def plan(self, requests: list[Request], before: BlockStep | None, widths: Sequence[int]) -> Plan | None:
-        """The step of these requests; None where widths differ, or no shape holds them."""
-        width, speculator = widths[0], self.speculator
-        drafts = width > 1 and speculator is not None
-        if any(each != width for each in widths) or (drafts and not all(each.draftable for each in requests)):
+    def shape(self, requests: Sequence[Request], before: BlockStep | None, widths: Sequence[int]) -> Shape | None:
+        """The padded shape of a step of these requests; None where widths differ, or no shape holds them."""
+        width, flying, ahead = widths[0], before.ids if before else set(), before.width if before else 0
+        if any(each != width for each in widths) or (width > 1 and not all(each.draftable for each in requests)):
             return None
-        rows = {request.id: row for row, request in enumerate(before.requests)} if before else {}
-        sources = [rows.get(request.id) for request in requests]
-        ahead = before.width if before else 0
-        starts = [each.verified + ahead * (row is not None) for each, row in zip(requests, sources, strict=True)]
-        spans = [Span(each.entry, start, width) for each, start in zip(requests, starts, strict=True)]
-        shape, draft_shape = self.runner.shapes.fit(spans), None
-        if drafts and speculator is not None:
-            places = [(span.entry, span.start) for span in spans]
-            draft_shape = speculator.drafter_runner.fit(speculator.drafter, places)
-        if shape is None or (drafts and draft_shape is None):
-            return None
-        return Plan(requests, sources, starts, width, shape, draft_shape)
+        # The drafter's pass reads a whole block at any width.
+        starts = [(each.entry, each.verified + ahead * (each.id in flying)) for each in requests]
+        shape = self.runner.shapes.fit([Span(entry, start, self.runner.widest) for entry, start in starts])
+        return shape and shape._replace(width=at_least(width, 1, self.runner.widest))
 
-    def launch(self, plan: Plan, before: BlockStep | None, layer_ids: tuple[int, ...]) -> BlockStep:
+    def launch(
+        self, requests: list[Request], width: int, shape: Shape, before: BlockStep | None, layer_ids: tuple[int, ...]
+    ) -> BlockStep:
         """Launches a step; it does not wait for the device.
 
         Args:
             before: the step before, if its tokens are not read yet.
             layer_ids: the target's layers whose features the next draft needs.
         """
-        requests, width, device = plan.requests, plan.width, self.runner.cache.keys.device
+        flying = before.ids if before else set()
         known = [
-            [-1 if row is None else row, each.entry, each.verified, each.token_ids[-1], each.seed, each.prompt_length]
-            for row, each in zip(plan.sources, requests, strict=True)
+            [each.id in flying, each.entry, each.verified, each.token_ids[-1], each.seed, each.prompt_length, width - 1]
+            for each in requests
         ]
-        rows = to_device(known, device)
-        table = rows[:, 1:4]
-        if before is not None:
-            moved = before.following[rows[:, 0].clamp(min=0)]
-            table = torch.cat([table[:, :1], torch.where(rows[:, :1] >= 0, moved, table[:, 1:])], dim=1)
-        drafts = table.new_empty(len(requests), 0)
-        if plan.draft_shape is not None and self.speculator is not None:
-            self._inject(plan, before)
-            drafts = self.speculator.draft_blocks(requests, table, plan.draft_shape, width - 1)
-        hidden, features = self.runner.blocks(torch.cat([table, drafts], dim=1), plan.shape, layer_ids)
-        logits = self.runner.target.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        first = table[:, 1] + 1 - rows[:, 5]  # tokens of the answer so far
-        tokens = self.sampler.choose(requests, logits, rows[:, 4], first)
-        accepted = (drafts == tokens[:, :-1]).long().cumprod(1).sum(1, keepdim=True)
-        anchors = tokens.gather(1, accepted).clamp(min=0)  # a broken token ends its request
+        # The last row is repeated: it writes the same K/V again.
+        rows = to_device(known + known[-1:] * (shape.requests - len(known)), self.runner.cache.keys.device)
+        state = before.state if before else self._no_state(rows)
+        if self.speculator is not None and layer_ids:
+            self.speculator.inject(requests)
+        if all(request.params.greedy for request in requests):
+            found, state = self._greedy(rows, state, shape, layer_ids)
+        else:
+            found, state = self._step(rows, state, shape, layer_ids, requests)
         return BlockStep(
             requests=requests,
             width=width,
-            table=table,
-            following=torch.cat([table[:, 1:2] + accepted + 1, anchors], dim=1),
-            features=None if features is None else features.clone(),
-            fetched=Fetched(torch.cat([tokens, accepted], dim=1)),
+            state=state,
+            fetched=Fetched(found[: len(requests)]),
+            injects=bool(layer_ids),
             context_tokens=sum(request.verified for request in requests),
         )
 
-    def _inject(self, plan: Plan, before: BlockStep | None) -> None:
-        """The drafter's context of everything verified: what the host knows, then the step before."""
-        assert self.speculator is not None
-        self.speculator.inject(plan.requests)
-        rows = [row for row in plan.sources if row is not None]
-        if before is None or before.features is None or not rows:
-            return
-        table, features = before.table, before.features
-        if rows != list(range(len(before.requests))):
-            chosen = to_device(rows, table.device)
-            table, features = table[chosen], features[chosen]
-        self.speculator.inject_blocks(table, features)
-        before.injected = {before.requests[row].id for row in rows}
+    def _no_state(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros(self.runner.cache.entries, 2)
+
+    def _greedy(self, rows: Tensor, state: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
+        work = partial(self._step, shape=shape, layer_ids=layer_ids)
+        return self.runner.run(shape, ("step", layer_ids), work, rows, state)
+
+    def _step(
+        self,
+        rows: Tensor,
+        state: Tensor,
+        shape: Shape,
+        layer_ids: tuple[int, ...],
+        sampled: Sequence[Request] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The step's tokens and accepted drafts [N, W + 1], and the next state.
+
+        Args:
+            rows: int64 [N, 7]: 1 = the state is newer than what follows; entry, first position, anchor, seed, length of
+                the prompt, most drafts to accept.
+            sampled: the requests, without padding; None = all are greedy, and everything is in one captured pass.
+        """
+        newer, table, joined = rows[:, :1] > 0, rows[:, 1:4], sampled is None
+        table = torch.where(newer, torch.cat([table[:, :1], state[table[:, 0]]], dim=1), table)
+        drafts = table.new_empty(len(table), 0)
+        if self.speculator is not None and shape.width > 1:
+            drafts = self.speculator.draft_blocks(table, shape, joined=joined)
+        hidden, features = self.runner.blocks(torch.cat([table, drafts], dim=1), shape, layer_ids, joined=joined)
+        if self.speculator is not None and features is not None:
+            self.speculator.inject_blocks(table, features)
+        if sampled is not None:
+            rows, table, drafts, hidden = (each[: len(sampled)] for each in (rows, table, drafts, hidden))
+        logits = self.runner.target.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        first = table[:, 1] + 1 - rows[:, 5]  # tokens of the answer so far
+        tokens = self.sampler.choose(sampled or (), logits, rows[:, 4], first)
+        accepted = (drafts == tokens[:, :-1]).long().cumprod(1).sum(1, keepdim=True).minimum(rows[:, 6:])
+        anchors = tokens.gather(1, accepted).clamp(min=0)  # a broken token ends its request
+        following = torch.cat([table[:, 1:2] + accepted + 1, anchors], dim=1)
+        return torch.cat([tokens, accepted], dim=1), state.index_put((table[:, 0],), following)

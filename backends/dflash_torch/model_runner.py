@@ -86,12 +86,12 @@ class Shapes(NamedTuple):
         rows = max(span.length for span in spans)
         if rows > self.widest:
             return None
-        width = _at_least(rows, 1, self.widest)
+        width = at_least(rows, 1, self.widest)
         end = max(span.start for span in spans) + width
         if end > min(self.capacity, LONGEST):
             return None
-        requests = _at_least(len(spans), 1, self.max_batch_size)
-        return Shape(requests, width, _at_least(end, SHORTEST, self.capacity))
+        requests = at_least(len(spans), 1, self.max_batch_size)
+        return Shape(requests, width, at_least(end, SHORTEST, self.capacity))
 
 
 @cache
@@ -103,7 +103,8 @@ def sizes(first: int, last: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _at_least(number: int, first: int, last: int) -> int:
+def at_least(number: int, first: int, last: int) -> int:
+    """The smallest of the sizes that is not smaller than the number."""
     return next(size for size in sizes(first, last) if size >= number)
 
 
@@ -211,28 +212,16 @@ class Runner:
     def _shapes(self, widest: int) -> Shapes:
         return Shapes(self.cache.entries, widest, self.cache.capacity)
 
-    def _replay(
-        self, shape: Shape, kind: object, spans: Sequence[Span], rows: Sequence[Sequence[int]], work: Work
-    ) -> list[Tensor]:
-        """The outputs of `work`, without padded rows; it takes the shape's table and is captured for each `kind`."""
-        outputs = self._run(shape, kind, to_device(shape.table(spans, rows), self.cache.keys.device), work)
-        real = shape.real_rows(spans)
-        kept = real if isinstance(real, slice) else to_device(real, self.cache.keys.device)
-        return [output[kept] for output in outputs]
-
-    def _run(self, shape: Shape, kind: object, table: Tensor, work: Work) -> tuple[Tensor, ...]:
+    def run(self, shape: Shape, kind: object, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of `work`, which is captured for each shape and kind; the next call overwrites them."""
         if (shape, kind) not in self.captured:
-            self.captured[shape, kind] = StaticPass(work, [table])
-        return self.captured[shape, kind](table)
+            self.captured[shape, kind] = StaticPass(work, inputs)
+        return self.captured[shape, kind](*inputs)
 
-    def _blocks(self, shape: Shape, kind: object, table: Tensor, width: int, work: Work) -> list[Tensor]:
-        """Outputs [N, width, ...] for a table [N, 2 + ...] on the device: entries, starts, numbers of each request."""
-        count, columns = table.shape
-        table = F.pad(table, (0, 2 + shape.width - columns))
-        if count < shape.requests:
-            table = table[torch.arange(shape.requests, device=table.device).clamp(max=count - 1)]
-        outputs = self._run(shape, kind, table, work)
-        return [output.unflatten(0, (shape.requests, shape.width))[:count, :width] for output in outputs]
+    def _blocks(self, shape: Shape, kind: object, table: Tensor, work: Work, *, joined: bool) -> list[Tensor]:
+        """Outputs [N, W, ...] for a table [N, 2 + W] on the device; `joined`: as a part of a larger captured pass."""
+        outputs = work(table) if joined else self.run(shape, kind, work, table)
+        return [output.unflatten(0, shape[:2]) for output in outputs]
 
     def _padded(
         self, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
@@ -254,18 +243,24 @@ class TargetRunner(Runner):
         self.target, self.widest, self.shapes = target, widest, self._shapes(widest)
 
     def prepare(self, layer_ids: tuple[int, ...]) -> None:
-        """Captures all decoding passes with features of these layers, and those of width 1 without. Nothing may run."""
+        """Captures all decoding passes; no request may run."""
+        for shape, features in self.passes(layer_ids):
+            self([[0] * shape.width] * shape.requests, shape.spans, features)
+
+    def passes(self, layer_ids: tuple[int, ...]) -> Iterator[tuple[Shape, tuple[int, ...]]]:
+        """All decoding passes: shapes with features of these layers, and those of width 1 without, too."""
         for shape in self.shapes.all():
             for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
-                self([[0] * shape.width] * shape.requests, shape.spans, features)
+                yield shape, features
 
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
         shape = self.shapes.fit(spans) if self.static else None
         if shape is not None:
-            work = partial(self._work, shape=shape, layer_ids=layer_ids)
-            hidden, *features = self._replay(shape, layer_ids, spans, rows, work)
-            return TargetOutput(hidden, features[0] if features else None)
+            table, real = to_device(shape.table(spans, rows), self.target.device), shape.real_rows(spans)
+            hidden, features = self.blocks(table, shape, layer_ids, joined=False)
+            kept = real if isinstance(real, slice) else to_device(real, self.target.device)
+            return TargetOutput(hidden.flatten(0, 1)[kept], None if features is None else features.flatten(0, 1)[kept])
         fits = [self.static and self.shapes.fit([span]) is not None for span in spans]
         if any(fits) and not all(fits):
             return self._in_two(rows, spans, layer_ids, fits)
@@ -274,18 +269,20 @@ class TargetRunner(Runner):
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
         return output
 
-    def blocks(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def blocks(
+        self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...], *, joined: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """One padded pass over blocks of the same width; it does not wait for the device.
 
         Args:
-            table: int64 [N, 2 + W]: the entry, the first position and the token ids of each block.
-            shape: a shape that holds them.
+            table: int64 [N, 2 + W] of this shape: the entry, the first position and the token ids of each block.
+            joined: the caller is a captured pass itself.
 
         Returns:
             hidden [N, W, H] and features [N, W, F*H], which the next pass overwrites.
         """
         work = partial(self._work, shape=shape, layer_ids=layer_ids)
-        hidden, *features = self._blocks(shape, layer_ids, table, table.shape[1] - 2, work)
+        hidden, *features = self._blocks(shape, layer_ids, table, work, joined=joined)
         return hidden, features[0] if features else None
 
     def _in_two(
@@ -328,29 +325,26 @@ class DrafterRunner(Runner):
             if shape.width == size:
                 self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
-    def fit(self, drafter: Drafter, starts: Sequence[tuple[int, int]]) -> Shape | None:
-        """The padded shape of blocks at these (cache entry, position); None = no shape holds them."""
-        size = drafter.config.rows(self.block_size)
-        return self._shapes(size).fit([Span(entry, start, size) for entry, start in starts]) if self.static else None
-
-    def blocks(self, drafter: Drafter, table: Tensor, shape: Shape) -> Tensor:
+    def blocks(self, drafter: Drafter, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
         """One padded pass over blocks [anchor, mask, ...], hidden [N, rows, H]; it does not wait for the device.
 
         Args:
-            table: int64 [N, 3]: the entry, the first position and the anchor of each block.
-            shape: from `fit`.
+            table: int64 [N, 3 or more]: the entry, the first position and the anchor of each block.
+            shape: of the target's pass over these blocks.
+            joined: the caller is a captured pass itself.
         """
-        work = partial(self._work, drafter, shape=shape)
-        return self._blocks(shape, drafter, table, drafter.config.rows(self.block_size), work)[0]
+        shape = shape._replace(width=drafter.config.rows(self.block_size))
+        table = F.pad(table, (0, 2 + shape.width - table.shape[1]))
+        return self._blocks(shape, drafter, table, partial(self._work, drafter, shape=shape), joined=joined)[0]
 
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
         size = drafter.config.rows(self.block_size)
         spans = [Span(entry, start, size) for entry, start in starts]
-        shape = self.fit(drafter, starts)
+        shape = self._shapes(size).fit(spans) if self.static else None
         if shape is not None:
-            work = partial(self._work, drafter, shape=shape)
-            return self._replay(shape, drafter, spans, [[anchor] for anchor in anchors], work)[0]
+            table = to_device(shape.table(spans, [[anchor] for anchor in anchors]), self.embedding.device)
+            return self.blocks(drafter, table, shape, joined=False)[: len(spans)].flatten(0, 1)
         noise = drafter.noise(to_device(anchors, self.embedding.device), self.embedding, self.block_size)
         attend = drafter.attention(self.cache, spans)
         hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)

@@ -91,7 +91,9 @@ class Scheduler:
         if not self.target_runner.static:
             return
         start, speculator = perf_counter(), self.speculator
-        self.target_runner.prepare(speculator.target_layer_ids if speculator else ())
+        layer_ids = speculator.target_layer_ids if speculator else ()
+        self.block_steps.prepare(layer_ids)
+        self.target_runner.prepare(layer_ids)
         if speculator:
             speculator.drafter_runner.prepare(speculator.drafter)
         log.info("captured %d CUDA graphs in %.1f s", self._prepared, perf_counter() - start)
@@ -187,7 +189,7 @@ class Scheduler:
         start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
         step, running = self._ahead, {request.id for request in requests}
-        if step is None or running.isdisjoint(request.id for request in step.requests):
+        if step is None or running.isdisjoint(step.ids):
             step = self._launch(decoding, None)
         others = [request for request in requests if step is None or not request.is_decoding]
         context_tokens = sum(request.verified for request in decoding)
@@ -209,7 +211,8 @@ class Scheduler:
 
     def _launch(self, decoding: Sequence[Request], before: BlockStep | None) -> BlockStep | None:
         """A block step of these requests, behind the one whose tokens are not read yet; None where none can be."""
-        requests = self.block_steps.candidates(decoding, before) if self.target_runner.static else None
+        steps = self.block_steps
+        requests = steps.candidates(decoding, before) if self.target_runner.static else None
         if not requests:
             return None
         widths = [1] * len(requests)
@@ -217,22 +220,21 @@ class Scheduler:
             undraftable = {request.id for request in requests if not request.draftable}
             context_tokens = sum(request.verified for request in requests)
             widths = self.policy.widths([request.id for request in requests], context_tokens, undraftable)
-        plan = self.block_steps.plan(requests, before, widths)
-        if plan is None:
+        shape = steps.shape(requests, before, widths)
+        if shape is None:
             return None
-        return self.block_steps.launch(plan, before, self._wanted_features(requests))
+        return steps.launch(requests, widths[0], shape, before, self._wanted_features(requests))
 
     def _read(self, step: BlockStep, running: Collection[int]) -> list[StepResult]:
         """Waits for a block step's tokens; requests that left meanwhile are passed over."""
         results = list[StepResult]()
-        for row, (request, found) in enumerate(zip(step.requests, step.fetched.tolist(), strict=True)):
+        for request, found in zip(step.requests, step.fetched.tolist(), strict=True):
             if request.id not in running:
                 continue
             width = min(step.width, request.remaining)
             results.append(result_of(request, found[: min(found[-1] + 1, width)]))
-            injected = request.id in step.injected
-            self._commit(results[-1], 1, width, None if injected or step.features is None else step.features[row])
-            if injected:
+            self._commit(results[-1], 1, width, None)
+            if step.injects and request.draftable:
                 request.injected = request.verified
         return results
 

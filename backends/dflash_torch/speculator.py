@@ -65,17 +65,17 @@ class Speculator:
             return propose(self.drafter, self.target.draft_logits, hidden, anchors, counts, grammars)
         return self.hot_head.target_ids(propose(self.drafter, self.hot_head, hidden, anchors, counts, grammars))
 
-    def draft_blocks(self, requests: Sequence[Request], table: Tensor, shape: Shape, slots: int) -> Tensor:
-        """Greedy drafts [N, slots] on the device, for blocks of one width; it does not wait for the device.
+    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+        """Greedy drafts [N, W - 1] on the device, without grammars; it does not wait for the device.
 
         Args:
-            requests: without a grammar, in the order of the table.
             table: int64 [N, 3]: the entry, the first position and the anchor of each block.
-            shape: of the drafter's pass (`DrafterRunner.fit`).
+            shape: of the target's pass over the blocks.
+            joined: the caller is a captured pass itself.
         """
-        hidden, first = self.drafter_runner.blocks(self.drafter, table, shape), self.drafter.config.first_row
-        head = self.hot_head or self.target.draft_logits
-        drafts = propose_blocks(self.drafter, head, hidden[:, first : first + slots], table[:, 2])
+        hidden = self.drafter_runner.blocks(self.drafter, table, shape, joined=joined)
+        head, first = self.hot_head or self.target.draft_logits, self.drafter.config.first_row
+        drafts = propose_blocks(self.drafter, head, hidden[:, first : first + shape.width - 1], table[:, 2])
         return drafts if self.hot_head is None else self.hot_head.ids[drafts]
 
     def inject_blocks(self, table: Tensor, features: Tensor) -> None:

@@ -1,7 +1,7 @@
 """What the embedded engine records into its CUDA graphs, on a device without data: one decoding step.
 
-Shown: shapes and dtypes of target and drafter passes, that they stay on the device and never wait for the host, without
-which no graph could hold them. Not shown: the capture itself, and any number (`tests/gpu` does).
+Shown: that target and drafter passes and what follows stay on the device and never wait for the host, without which no
+graph could hold them. Not shown: the capture itself, and any number (`tests/gpu` does).
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.models.attention import PromptAttention
 from dflash_serve.models.drafter import Drafter
-from dflash_serve.models.kv_cache import KVCache, Span
+from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.block_step import BlockSteps
-from dflash_torch.model_runner import DrafterRunner, Shape, Shapes, TargetRunner
+from dflash_torch.model_runner import DrafterRunner, TargetRunner
 from dflash_torch.request import Request
 from dflash_torch.sampler import Sampler
 from dflash_torch.speculator import Speculator
@@ -30,7 +29,6 @@ from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 
 SPANS = [Span(3, 40, 4), Span(0, 7, 2), Span(1, 100, 4)]
 """Three requests: entry, tokens so far, rows of this step."""
-ROWS = [[5, 7, 7, 7], [9, 7], [2, 7, 7, 7]]
 
 
 @pytest.fixture(autouse=True)
@@ -63,42 +61,6 @@ def target() -> TargetModel:
     return found
 
 
-def table(widest: int) -> tuple[Tensor, Shape]:
-    shape = Shapes(max_batch_size=4, widest=widest, capacity=256).fit(SPANS)
-    assert shape is not None
-    return torch.tensor(shape.table(SPANS, ROWS)).to(DEVICE), shape
-
-
-def test_the_targets_pass_stays_on_the_device() -> None:
-    model = target()
-    runner = TargetRunner(model, model.new_cache(4, 256), widest=4, static=True)
-    given, shape = table(4)
-    assert shape == Shape(4, 4, 256), "three requests, padded to four"
-    with OnTheDevice():
-        hidden, features = runner._work(given, shape, (1, 3, 5))
-        logits = model.logits(hidden)
-    assert (hidden.shape, features.shape, logits.shape) == ((16, 32), (16, 96), (16, 96))
-    assert {t.device.type for t in (hidden, features, logits)} == {DEVICE}
-    assert {t.dtype for t in (hidden, features, logits)} == {torch.bfloat16}
-
-
-def test_the_drafters_pass_and_its_context_stay_on_the_device() -> None:
-    config = tiny_drafter_config(layers=(SLIDING, FULL))
-    drafter: Drafter = on_cuda(lambda: Drafter(config))
-    cache = KVCache.of(config, 4, 256, torch.bfloat16, DEVICE)
-    embedding = torch.empty(96, 32, dtype=torch.bfloat16, device=DEVICE)
-    runner = DrafterRunner(embedding, cache, config.block_size, static=True)
-    given, shape = table(4)
-    with OnTheDevice():
-        context = drafter.project_context(torch.empty(16, config.feature_size, dtype=torch.bfloat16, device=DEVICE))
-        k, v = drafter.context_kv(context, torch.arange(16, device=DEVICE))
-        (hidden,) = runner._work(drafter, given, shape)
-    assert k.shape == v.shape == (16, config.num_layers, 2, 16)
-    assert hidden.shape == (16, 32)
-    assert {t.device.type for t in (k, v, hidden)} == {DEVICE}
-    assert {t.dtype for t in (k, v, hidden)} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("width", [1, 3, 4])
 def test_steps_are_launched_behind_one_another_without_the_host(width: int, temperature: float) -> None:
@@ -114,11 +76,11 @@ def test_steps_are_launched_behind_one_another_without_the_host(width: int, temp
     requests = [Request(n, n, [5, 6, 7, 9], 3, 100, params, verified=3, features=[features]) for n in range(4)]
     with OnTheDevice():
         for chosen in (requests[:3], requests[:3], requests[1:]):
-            plan = steps.plan(chosen, step, [width] * 3)
-            assert plan is not None
-            step = steps.launch(plan, step, config.target_layer_ids)
-            assert (step.fetched.host.shape, step.following.shape) == ((3, width + 1), (3, 2))
-            assert {step.fetched.host.device.type, step.following.device.type} == {DEVICE}
+            shape = steps.shape(chosen, step, [width] * 3)
+            assert shape is not None
+            step = steps.launch(chosen, width, shape, step, config.target_layer_ids)
+            assert (step.fetched.host.shape, step.state.shape) == ((3, shape.width + 1), (4, 2))
+            assert {step.fetched.host.device.type, step.state.device.type} == {DEVICE}
 
 
 def test_prompts_of_different_lengths_attend_on_the_device() -> None:

@@ -29,23 +29,31 @@ class OracleSpeculator(Speculator):
 
     truth: Mapping[tuple[int, ...], list[int]]
     wrong_every: int = 3
+    known: Tensor  # int64 [entries, capacity]: the drafts of each position, -1 = the drafter's own
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
-        random = super().draft(requests, widths)
-        done = [len(request.output_ids) for request in requests]
-        return [self._spoilt(*each) for each in zip(requests, done, random, strict=True)]
+        own = super().draft(requests, widths)
+        return [draft if r.grammar else self._said(r, draft) for r, draft in zip(requests, own, strict=True)]
 
-    def draft_blocks(self, requests: Sequence[Request], table: Tensor, shape: Shape, slots: int) -> Tensor:
-        random = super().draft_blocks(requests, table, shape, slots).tolist()
-        starts = table[:, 1].tolist()
-        done = [start + 1 - request.prompt_length for start, request in zip(starts, requests, strict=True)]
-        drafts = [self._spoilt(*each) for each in zip(requests, done, random, strict=True)]
-        return torch.tensor(drafts, device=table.device)
+    def inject(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            said = self._spoilt(request)
+            self.known[request.entry] = -1
+            self.known[request.entry, request.prompt_length : request.prompt_length + len(said)] = torch.tensor(said)
+        super().inject(requests)
 
-    def _spoilt(self, request: Request, done: int, own: list[int]) -> list[int]:
-        known = self.truth.get(tuple(request.token_ids[: request.prompt_length]), [])[done : done + len(own)]
-        spoilt = [t if (done + k) % self.wrong_every else (t + 1) % 96 for k, t in enumerate(known, start=1)]
-        return own if request.grammar else spoilt + own[len(spoilt) :]
+    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+        own = super().draft_blocks(table, shape, joined=joined)
+        known = self.known[table[:, :1], table[:, 1:2] + 1 + torch.arange(own.shape[1], device=own.device)]
+        return torch.where(known < 0, own, known)
+
+    def _said(self, request: Request, own: list[int]) -> list[int]:
+        said = self._spoilt(request)[len(request.output_ids) :][: len(own)]
+        return said + own[len(said) :]
+
+    def _spoilt(self, request: Request) -> list[int]:
+        answer = self.truth.get(tuple(request.token_ids[: request.prompt_length]), [])
+        return [t if n % self.wrong_every else (t + 1) % 96 for n, t in enumerate(answer, start=1)]
 
 
 def answers(
@@ -90,6 +98,7 @@ def tiny_engine(
         speculator = kind(drafter, target, block_size=block, max_batch_size=max_batch_size, capacity=capacity)
         if isinstance(speculator, OracleSpeculator):
             speculator.truth = truth or {}
+            speculator.known = torch.full((speculator.cache.entries, speculator.cache.capacity), -1, device=device)
     policy = FixedWidth(width) if isinstance(width, int) else width
     scheduler = Scheduler(
         target,

@@ -70,20 +70,6 @@ def test_flashinfer_is_asked_for_attention_request_by_request(
     torch.testing.assert_close(FlashInferAttention(filled_cache(), spans, [kind], heads=6)(0, q, k, v), expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_padding_changes_no_token(folders: tuple[Path, Path], temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
-    found = []
-    for engine in (
-        tiny_engine(folders, max_batch_size=3),
-        with_passes(tiny_engine(folders, max_batch_size=3), static=True),
-    ):
-        outputs = answers(engine, PROMPTS, params)
-        found.append([(output.token_ids, output.statistics.acceptance_length) for output in outputs])
-    assert found[0] == found[1]
-    assert engine.scheduler.target_runner.captured  # the last one: it did take the padded way
-
-
 def test_shapes_are_few() -> None:
     limits = Shapes(max_batch_size=24, widest=10, capacity=9000)
     shapes = {
