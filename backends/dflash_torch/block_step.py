@@ -14,7 +14,7 @@ can run so, in one width and in a padded shape: see `BlockSteps.shape`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -36,15 +36,25 @@ class BlockStep:
 
     requests: list[Request]
     width: int
-    state: Tensor  # int64 [entries, 2]: first position and anchor of the next step, by cache entry
-    fetched: Fetched  # [N, W + 1] of the padded width W: the target's tokens, and the number of accepted drafts
+    rest: Callable[[], tuple[Tensor, Tensor]]  # the end of `BlockSteps._choose`, which may wait for the device
     injects: bool  # the drafter's context is complete up to the next step
     context_tokens: int
     launched: float = field(default_factory=perf_counter)
+    _chosen: tuple[Fetched, Tensor] | None = None
 
     @property
     def ids(self) -> set[int]:
         return {request.id for request in self.requests}
+
+    def choose(self) -> tuple[Fetched, Tensor]:
+        """Tokens and accepted drafts [N, W + 1], W as padded, on their way to the host; and the next step's state.
+
+        The state is int64 [entries, 2]: first position and anchor of the next step, by cache entry.
+        """
+        if self._chosen is None:
+            found, state = self.rest()
+            self._chosen = Fetched(found[: len(self.requests)]), state
+        return self._chosen
 
 
 class BlockSteps:
@@ -96,57 +106,62 @@ class BlockSteps:
         ]
         # The last row is repeated: it writes the same K/V again.
         rows = to_device(known + known[-1:] * (shape.requests - len(known)), self.runner.cache.keys.device)
-        state = before.state if before else self._no_state(rows)
+        state = before.choose()[1] if before else self._no_state(rows)
         if self.speculator is not None and layer_ids:
             self.speculator.inject(requests)
-        if all(request.params.greedy for request in requests):
-            found, state = self._greedy(rows, state, shape, layer_ids)
+        greedy = all(request.params.greedy for request in requests)
+        if greedy:
+            rest = partial(self._greedy, rows, state, shape, layer_ids)
         else:
-            found, state = self._step(rows, state, shape, layer_ids, requests)
-        return BlockStep(
-            requests=requests,
-            width=width,
-            state=state,
-            fetched=Fetched(found[: len(requests)]),
-            injects=bool(layer_ids),
-            context_tokens=sum(request.verified for request in requests),
-        )
+            rest = partial(
+                self._choose, state, *self._passes(rows, state, shape, layer_ids, joined=False), sampled=requests
+            )
+        step = BlockStep(requests, width, rest, bool(layer_ids), sum(request.verified for request in requests))
+        if greedy or all(request.params.top_p == 1 for request in requests):
+            step.choose()
+        return step
 
     def _no_state(self, rows: Tensor) -> Tensor:
         return rows.new_zeros(self.runner.cache.entries, 2)
 
-    def _greedy(self, rows: Tensor, state: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
-        work = partial(self._step, shape=shape, layer_ids=layer_ids)
-        return self.runner.run(shape, ("step", layer_ids), work, rows, state)
+    def _greedy(self, rows: Tensor, state: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        def work(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return self._choose(state, *self._passes(rows, state, shape, layer_ids, joined=True))
 
-    def _step(
-        self,
-        rows: Tensor,
-        state: Tensor,
-        shape: Shape,
-        layer_ids: tuple[int, ...],
-        sampled: Sequence[Request] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The step's tokens and accepted drafts [N, W + 1], and the next state.
+        found, following = self.runner.run(shape, ("step", layer_ids), work, rows, state)
+        return found, following
+
+    def _passes(
+        self, rows: Tensor, state: Tensor, shape: Shape, layer_ids: tuple[int, ...], *, joined: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Drafter and target -> rows, table [N, 3], drafts [N, W - 1] and the target's hidden rows [N, W, H].
 
         Args:
             rows: int64 [N, 7]: 1 = the state is newer than what follows; entry, first position, anchor, seed, length of
                 the prompt, most drafts to accept.
-            sampled: the requests, without padding; None = all are greedy, and everything is in one captured pass.
+            joined: everything is in one captured pass.
         """
-        newer, table, joined = rows[:, :1] > 0, rows[:, 1:4], sampled is None
-        table = torch.where(newer, torch.cat([table[:, :1], state[table[:, 0]]], dim=1), table)
+        table = rows[:, 1:4]
+        table = torch.where(rows[:, :1] > 0, torch.cat([table[:, :1], state[table[:, 0]]], dim=1), table)
         drafts = table.new_empty(len(table), 0)
         if self.speculator is not None and shape.width > 1:
             drafts = self.speculator.draft_blocks(table, shape, joined=joined)
         hidden, features = self.runner.blocks(torch.cat([table, drafts], dim=1), shape, layer_ids, joined=joined)
         if self.speculator is not None and features is not None:
             self.speculator.inject_blocks(table, features)
-        if sampled is not None:
-            rows, table, drafts, hidden = (each[: len(sampled)] for each in (rows, table, drafts, hidden))
+        return rows, table, drafts, hidden
+
+    def _choose(self, state: Tensor, *passed: Tensor, sampled: Sequence[Request] = ()) -> tuple[Tensor, Tensor]:
+        """The step's tokens and accepted drafts [N, W + 1], and the next state.
+
+        Args:
+            passed: from `_passes`.
+            sampled: the requests, without padding; none = all are greedy.
+        """
+        rows, table, drafts, hidden = (each[: len(sampled) or None] for each in passed)
         logits = self.runner.target.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         first = table[:, 1] + 1 - rows[:, 5]  # tokens of the answer so far
-        tokens = self.sampler.choose(sampled or (), logits, rows[:, 4], first)
+        tokens = self.sampler.choose(sampled, logits, rows[:, 4], first)
         accepted = (drafts == tokens[:, :-1]).long().cumprod(1).sum(1, keepdim=True).minimum(rows[:, 6:])
         anchors = tokens.gather(1, accepted).clamp(min=0)  # a broken token ends its request
         following = torch.cat([table[:, 1:2] + accepted + 1, anchors], dim=1)

@@ -191,6 +191,8 @@ class Scheduler:
         step, running = self._ahead, {request.id for request in requests}
         if step is None or running.isdisjoint(step.ids):
             step = self._launch(decoding, None)
+        if step:
+            step.choose()  # before other passes overwrite what it chooses from
         others = [request for request in requests if step is None or not request.is_decoding]
         context_tokens = sum(request.verified for request in decoding)
         read = self._run(others, context_tokens) if others else list
@@ -228,7 +230,7 @@ class Scheduler:
     def _read(self, step: BlockStep, running: Collection[int]) -> list[StepResult]:
         """Waits for a block step's tokens; requests that left meanwhile are passed over."""
         results = list[StepResult]()
-        for request, found in zip(step.requests, step.fetched.tolist(), strict=True):
+        for request, found in zip(step.requests, step.choose()[0].tolist(), strict=True):
             if request.id not in running:
                 continue
             width = min(step.width, request.remaining)

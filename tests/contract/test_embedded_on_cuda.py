@@ -79,8 +79,9 @@ def test_steps_are_launched_behind_one_another_without_the_host(width: int, temp
             shape = steps.shape(chosen, step, [width] * 3)
             assert shape is not None
             step = steps.launch(chosen, width, shape, step, config.target_layer_ids)
-            assert (step.fetched.host.shape, step.state.shape) == ((3, shape.width + 1), (4, 2))
-            assert {step.fetched.host.device.type, step.state.device.type} == {DEVICE}
+            fetched, state = step.choose()
+            assert (fetched.host.shape, state.shape) == ((3, shape.width + 1), (4, 2))
+            assert {fetched.host.device.type, state.device.type} == {DEVICE}
 
 
 def test_prompts_of_different_lengths_attend_on_the_device() -> None:

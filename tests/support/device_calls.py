@@ -18,7 +18,19 @@ from dflash_torch.model_runner import Fetched, StaticPass
 
 # Operators that read the device, or bring numbers from the host: none may be in a graph.
 HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "pin_memory")
-READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "masked_select"}
+READS = {
+    "tolist",
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "masked_select",
+    "bincount",
+}
 
 
 class DeviceCalls(TorchFunctionMode):
