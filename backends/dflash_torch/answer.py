@@ -40,7 +40,7 @@ def encode_messages(
     Raises:
         UserError: the target has no template, it refuses the messages, or it does not read one of the variables.
     """
-    source, ours = _template(tokenizer), {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools"}
+    source, ours = template_of(tokenizer), {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"tools"}
     ours |= {*tokenizer.special_tokens_map, "messages"}
     read = meta.find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(source)) if variables else {}  # noqa: S701
     for name in variables:
@@ -56,13 +56,17 @@ def encode_messages(
     return list(encoded["input_ids"])
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def template_of(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:
+    """The target's chat template, without the tag that only transformers knows; empty where it has none.
+
+    Args:
+        tools: given = the template for conversations with tools, where the target has one of its own for them.
+    """
     try:
-        return re.sub(
-            r"\{%-?\s*(end)?generation\s*-?%\}", "", str(tokenizer.get_chat_template())
-        )  # transformers' own tag
-    except ValueError:  # it has none
+        source = str(tokenizer.get_chat_template(tools=tools))
+    except ValueError:
         return ""
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
 
 
 # tokenizers' message where the text of some tokens does not begin with the text of fewer of them.

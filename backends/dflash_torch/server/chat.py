@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash_serve.backend import FinishReason
 from dflash_serve.errors import UserError
 
-from ..answer import could_begin, encode_messages
+from ..answer import could_begin, encode_messages, template_of
 from ..grammar import WHITESPACE, checked_schema
 from .api import ChatRequest, Function, json_object
 
@@ -59,7 +59,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
 
 
 def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:
-    source, do = _source(tokenizer, tools=True), "leave tools out, or send tool_choice: none"
+    source, do = template_of(tokenizer, [{}]), "leave tools out, or send tool_choice: none"
     if not re.search(r"\btools\b", source):
         raise UserError("the target's chat template has no place for tools", where="tools", do=do)
     if BEGIN not in source or any(form in source for form in OTHER_FORMS):
@@ -67,13 +67,6 @@ def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(what, where="tools", do=do)
     if BEGIN in tokenizer.all_special_tokens:
         raise UserError(f"{BEGIN} is a special token of the target, which texts do not show", where="tools", do=do)
-
-
-def _source(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str:
-    try:
-        return str(tokenizer.get_chat_template(tools=[{}] if tools else None))
-    except ValueError:  # it has none
-        return ""
 
 
 def call_grammar(functions: Sequence[Function], *, forced: bool, parallel: bool) -> str:
