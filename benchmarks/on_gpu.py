@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from dflash_serve.common.files import write_whole
-from dflash_serve.common.provenance import commit, now, versions
+from dflash_serve.common.provenance import commit, now, query_gpus, versions
 
 ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()")
@@ -232,11 +232,7 @@ def rows(found: dict[str, Any]) -> Iterator[str]:
 
 def machine() -> dict[str, Any]:
     """The GPU with its driver, and versions; None where there is no GPU."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        gpu = None
+    gpu = "; ".join(query_gpus("name,memory.total,driver_version")) or None
     return {"gpu": gpu, "versions": versions("torch", "transformers", "sglang", "vllm", "dflash-serve")}
 
 
