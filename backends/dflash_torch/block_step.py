@@ -74,7 +74,7 @@ class BlockSteps:
         """The requests of the next step; None = they need the host between steps."""
         if self.speculator is not None and not self.speculator.on_device:
             return None
-        if not all(request.needs_no_host for request in decoding):
+        if not all(request.unconstrained and request.params.logprobs is None for request in decoding):
             return None
         flying = before.ids if before else set()
         # Every step brings a token: a request that lacks one ends in the step before.

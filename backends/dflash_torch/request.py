@@ -59,10 +59,10 @@ class Request:
         return self.limit - len(self.token_ids)
 
     @property
-    def needs_no_host(self) -> bool:
-        """Its next tokens depend on the target's logits and its seed alone, and only they are asked for."""
+    def unconstrained(self) -> bool:
+        """Its next tokens depend on the target's logits and its seed alone."""
         params = self.params
-        if self.grammar is not None or params.penalised or params.logit_bias or params.logprobs is not None:
+        if self.grammar is not None or params.penalised or params.logit_bias:
             return False
         return params.min_tokens <= len(self.token_ids) - self.prompt_length
 

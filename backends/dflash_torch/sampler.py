@@ -53,7 +53,7 @@ class Sampler:
         """The target's own token in every row, int64 [N, W]; BROKEN where logits are not finite. It does not wait.
 
         Args:
-            requests: that need no host (`Request.needs_no_host`).
+            requests: unconstrained ones (`Request.unconstrained`).
             logits: [N, W, V].
             seeds, first: int64 [N], the requests' seeds and the tokens of their answers so far.
         """
@@ -75,7 +75,7 @@ class Sampler:
             logits: [rows, V], `width` rows for each request in turn.
             eos_token_ids: tokens that no answer may have before its `min_tokens`.
         """
-        if all(_takes_the_likeliest(request) for request in requests):
+        if all(request.unconstrained and request.params.greedy for request in requests):
             return _take_the_likeliest(requests, drafts, logits)
         batch = self._collated([request.params for request in requests], logits)
         return _sample(batch, requests, drafts, logits, eos_token_ids)
@@ -131,13 +131,6 @@ def result_of(request: Request, tokens: list[int], rows: Tensor | None = None) -
         request.failure, tokens = NOT_FINITE, []
         log.error("%s: a request ends with an error", NOT_FINITE)
     return StepResult(request, tokens, _logprobs(rows, tokens, request.params.logprobs))
-
-
-def _takes_the_likeliest(request: Request) -> bool:  # the next tokens depend on the target's logits alone
-    params = request.params
-    if request.grammar is not None or params.penalised or params.logit_bias:
-        return False
-    return params.greedy and params.min_tokens <= len(request.output_ids)
 
 
 def _take_the_likeliest(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch import sampler
 from dflash_torch.request import Request
 from dflash_torch.sampler import Sampler
 
@@ -39,7 +38,7 @@ def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], m
     requests = [request(), request(logprobs=2), request(min_tokens=1)]
     sample = Sampler()
     short = sample(requests, drafts, logits, [0])()
-    monkeypatch.setattr(sampler, "_takes_the_likeliest", lambda request: False)
+    monkeypatch.setattr(Request, "unconstrained", False)
     assert short == sample(requests, drafts, logits, [0])()
     assert [len(result.token_ids) - 1 for result in short] == list(right)
     assert short[1].logprobs is not None
