@@ -61,7 +61,7 @@ class Sampler:
         if not all(request.params.greedy for request in requests):
             batch = self._collated([request.params for request in requests], logits)
             tokens = draw(probabilities(logits, batch), uniforms(seeds, first, logits.shape[1]))
-        return torch.where(highest.isfinite(), tokens, BROKEN)
+        return tokens.masked_fill(~highest.isfinite(), BROKEN)
 
     def __call__(
         self, requests: Sequence[Request], drafts: Sequence[list[int]], logits: Tensor, eos_token_ids: Sequence[int]
