@@ -253,23 +253,27 @@ class FlexBlockAttention:
 
 def _flex_masks(blocks: Blocks, kind: AttentionKind, flex: Flex) -> list[Any]:
     """FlexAttention's mask of each sequence; its keys are context rows, then block rows, its queries block rows."""
-    size, within, masks = blocks.block_size, blocks.block_visible(kind), []
-    for anchors, context in zip(blocks.anchors.split(blocks.counts), blocks.contexts, strict=True):
-        rows = len(anchors) * size
-        visible = _flex_mask(anchors, context, size, kind, within)
-        masks.append(flex.mask(visible, None, None, rows, context + rows, device=str(anchors.device)))
+    size, masks = blocks.block_size, list[Any]()
+    positions = blocks.positions.split([count * size for count in blocks.counts])
+    for anchors, own, context in zip(blocks.anchors.split(blocks.counts), positions, blocks.contexts, strict=True):
+        visible = _flex_mask(anchors.repeat_interleave(size), own, context, size, kind)
+        masks.append(flex.mask(visible, None, None, len(own), context + len(own), device=str(own.device)))
     return masks
 
 
-def _flex_mask(anchors: Tensor, context: int, size: int, kind: AttentionKind, within: Tensor) -> Callable[..., Tensor]:
+def _flex_mask(anchors: Tensor, positions: Tensor, context: int, size: int, kind: AttentionKind) -> Function:
+    # Anchors and positions of each row. Tables, because the compiler cannot divide an index (torch 2.13).
+    rows = torch.arange(len(positions), device=positions.device)
+    blocks = rows // size
+    key_blocks = torch.cat([blocks.new_full((context,), -1), blocks])
+    key_positions = torch.cat([torch.arange(context, device=positions.device), positions])
+
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor = anchors[query // size]
-        in_context = key < anchor
-        if kind.window is not None:
-            in_context = in_context & (anchor + query % size - key < kind.window)
-        row = (key - context).clamp(min=0)
-        in_block = (row // size == query // size) & within[query % size, row % size]
-        return torch.where(key < context, in_context, in_block)
+        seen = (key < anchors[query]) | (key_blocks[key] == blocks[query])
+        distance = positions[query] - key_positions[key]
+        if kind.causal:
+            seen = seen & (distance >= 0)
+        return seen if kind.window is None else seen & (distance.abs() < kind.window)
 
     return visible
 
@@ -280,10 +284,8 @@ def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     return torch.cat(pieces)
 
 
-def _flex(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Flex | None:
-    """FlexAttention for a GPU, once a trial forward and backward succeeded; None = plain products attend."""
-    if device.type != "cuda":
-        return None
+def compiled_flex(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Flex | None:
+    """FlexAttention, once a trial forward and backward succeeded; None = plain products attend, as a log line says."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attention, mask = Compiled(flex_attention, wanted=True), Compiled(create_block_mask, wanted=True)
@@ -294,8 +296,9 @@ def _flex(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Fl
     context = own.new_zeros(CONTEXT_STEP, 1, *own.shape[1:])
 
     def trial(function: Function) -> None:
-        attend = FlexBlockAttention(blocks, (context, context), config.layers[:1], Flex(function, mask))
-        attend(0, rows, own, own).sum().backward()
+        if attention.fast is not None:
+            attend = FlexBlockAttention(blocks, (context, context), config.layers[:1], Flex(function, mask))
+            attend(0, rows, own, own).sum().backward()
 
     attention.run(trial)
     return None if attention.fast is None else Flex(attention.fast, mask)
@@ -364,7 +367,9 @@ class _Backbone(nn.Module):
     # a module of its own, so that `functional_call` can run all of the pass with rounded weights
     def __init__(self, drafter: Drafter, embedding: Tensor) -> None:
         super().__init__()
-        self.drafter, self.flex = drafter, _flex(drafter.config, embedding.device, embedding.dtype)
+        self.drafter, self.flex = drafter, None
+        if embedding.is_cuda:
+            self.flex = compiled_flex(drafter.config, embedding.device, embedding.dtype)
         self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
 
     def forward(self, blocks: Blocks, features: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class SlotLoss:
         def both(measure: Callable[..., tuple[Tensor, SlotScores]]) -> tuple[Tensor, SlotScores]:
             with torch.enable_grad():
                 value, scores = measure(*inputs)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             return value.detach(), scores
 
         return self.compiled.run(both)

@@ -15,7 +15,7 @@ from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter, propose
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
-from dflash_serve.training.blocks import Compiled, Flex, Labels, SlotForward, Teacher, lay_out
+from dflash_serve.training.blocks import Compiled, Flex, Labels, SlotForward, Teacher, compiled_flex, lay_out
 from dflash_serve.training.loss import SlotLoss, Weighting
 from dflash_serve.training.trainer import target_features
 from tests.support.heads import HEADS
@@ -81,11 +81,19 @@ def test_all_blocks_at_once_are_the_blocks_of_decoding(kind: AttentionKind) -> N
         for anchor in anchors
     ]
     compiled = Compiled(create_block_mask, wanted=True, backend="aot_eager")
-    for mask in (None, create_block_mask, compiled):
-        forward.backbone.flex = mask and Flex(flex_attention, mask)
+    for flex in (None, Flex(flex_attention, create_block_mask), Flex(flex_attention, compiled)):
+        forward.backbone.flex = flex
         with torch.no_grad():
             torch.testing.assert_close(forward(blocks, features).hidden, torch.stack(alone), atol=2e-5, rtol=1e-4)
     assert compiled.fast is not None
+
+
+def test_where_flex_attention_cannot_be_compiled_it_is_left_out_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert compiled_flex(tiny_drafter_config(), torch.device("cpu"), torch.float32) is None  # it has no backward there
+    (said,) = [record.getMessage() for record in caplog.records if record.name == Compiled.__module__]
+    assert said.startswith("flex_attention is not compiled: ")
 
 
 def test_targets_are_the_tokens_at_the_slots_and_stop_at_the_end() -> None:
