@@ -70,7 +70,7 @@ def read_target_config(folder: Path) -> TargetConfig:
         raise UserError(
             f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
             where=str(path),
-            do=f"use one of {', '.join(ARCHITECTURES)}, or another backend",
+            do=f"use one of {', '.join(ARCHITECTURES)}; other backends serve more models, `train` needs this one",
         )
     section = ConfigSection(raw, str(path), [])
     fields = _fields(section, folder)

@@ -153,14 +153,10 @@ def is_stored_in_bfloat16(folder: Path) -> bool:
     Raises:
         UserError: there are no usable safetensors.
     """
-    return {header.dtype for header in _headers(folder).values()} == {"BF16"}
-
-
-def _headers(folder: Path) -> dict[str, Header]:
     problems: list[Problem] = []
     headers = read_headers(folder, problems)
     raise_problems(problems)
-    return headers
+    return {header.dtype for header in headers.values()} == {"BF16"}
 
 
 class _Weights:

@@ -7,9 +7,10 @@ token before each slot, as it reads it in decoding for as long as the slots befo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from dflash_serve.models.target import TargetModel
 if TYPE_CHECKING:
     from dflash_serve.models.drafter_heads import MarkovHead
 
+log = logging.getLogger(__name__)
+Function = Callable[..., Any]
+Result = TypeVar("Result")
 CONTEXT_STEP = 32  # context rows come in multiples of it, so that shapes recur
 ContextKV = tuple[Tensor, Tensor]
 """Keys and values of the flat context rows, each [rows, layers, kv_heads, head_dim] (`Drafter.context_kv`)."""
@@ -55,10 +59,6 @@ class Blocks:
         """A copy whose tensors are on a device, except `valid`, which stays on the CPU."""
         moved = {name: getattr(self, name).to(device) for name in ("anchors", "anchor_ids", "positions", "targets")}
         return replace(self, **moved)
-
-    def context_positions(self) -> Tensor:
-        """Positions int64 [sum of contexts] of the flat context rows."""
-        return torch.cat([torch.arange(rows, device=self.anchors.device) for rows in self.contexts])
 
     def context_visible(self, kind: AttentionKind) -> list[Tensor]:
         """A sequence's bool [blocks, B or 1, context rows]: features strictly before the anchor, within the window."""
@@ -147,11 +147,13 @@ class BlockAttention:
         self.blocks, self.kinds = blocks, kinds
         # Unbound once: a slice a layer would cost a gradient of the whole tensor a layer.
         self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
-        self.masks = {kind: self._masks(kind, dtype) for kind in set(kinds)}
-
-    def _masks(self, kind: AttentionKind, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-        seen = self.blocks.context_visible(kind)
-        return [_additive(visible, dtype) for visible in seen], _additive(self.blocks.block_visible(kind), dtype)
+        self.masks = {
+            kind: (
+                [_additive(visible, dtype) for visible in blocks.context_visible(kind)],
+                _additive(blocks.block_visible(kind), dtype),
+            )
+            for kind in set(kinds)
+        }
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [count * self.blocks.block_size for count in self.blocks.counts]
@@ -188,21 +190,55 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
+class Compiled:
+    """A function through `torch.compile`. From its first failure on the plain function runs, and one log line says so.
+
+    Args:
+        wanted: False = the plain function from the beginning.
+        backend: of `torch.compile`.
+    """
+
+    def __init__(self, plain: Function, *, wanted: bool, backend: str | Function = "inductor") -> None:
+        self.plain = plain
+        self.fast = torch.compile(plain, dynamic=True, backend=backend) if wanted else None
+
+    def run(self, use: Callable[[Function], Result]) -> Result:
+        """Calls `use` with the compiled function, and again with the plain one if that fails."""
+        if self.fast is not None:
+            try:
+                return use(self.fast)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the compiler's exceptions have no class in common
+                why = " ".join(str(error).split())[:200]
+                log.warning("%s is not compiled: %s", self.plain.__qualname__, why)
+                self.fast = None
+        return use(self.plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(lambda function: function(*args, **kwargs))
+
+
+class Flex(NamedTuple):
+    """FlexAttention, and the function that makes its masks."""
+
+    attention: Function
+    mask: Function
+
+
 class FlexBlockAttention:
-    """`BlockAttention` through FlexAttention, which skips the hidden tiles keeps no scores: for CUDA, compiled once.
+    """`BlockAttention` through FlexAttention, which skips hidden tiles and keeps no scores.
 
     A sequence at a time: making the mask looks at every pair of a row and a key, and those of different sequences never
     see each other. Its values are tested against `BlockAttention` on CPU (forward only); it has not been run on a GPU
     yet.
     """
 
-    def __init__(
-        self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Callable[..., Any]
-    ) -> None:
+    def __init__(self, blocks: Blocks, context: ContextKV, kinds: Sequence[AttentionKind], flex: Flex) -> None:
         self.kinds, self.flex = kinds, flex
         self.rows = [count * blocks.block_size for count in blocks.counts]
         self.context = [[per_layer.split(blocks.contexts) for per_layer in part.unbind(1)] for part in context]
-        self.masks = {kind: _flex_masks(blocks, kind) for kind in set(kinds)}
+        self.masks = {kind: _flex_masks(blocks, kind, flex) for kind in set(kinds)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         context_k, context_v = (part[layer] for part in self.context)
@@ -210,31 +246,36 @@ class FlexBlockAttention:
         outs = []
         for a, b, c, ck, cv, mask in zip(*parts, self.masks[self.kinds[layer]], strict=True):
             queries, keys, values = (x.transpose(0, 1)[None] for x in (a, torch.cat([ck, b]), torch.cat([cv, c])))
-            outs.append(self.flex(queries, keys, values, block_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+            out = self.flex.attention(queries, keys, values, block_mask=mask, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
 
-def _flex_masks(blocks: Blocks, kind: AttentionKind) -> list[Any]:
+def _flex_masks(blocks: Blocks, kind: AttentionKind, flex: Flex) -> list[Any]:
     """FlexAttention's mask of each sequence; its keys are context rows, then block rows, its queries block rows."""
-    anchors = blocks.anchors.split(blocks.counts)
-    within = blocks.block_visible(kind)
-    return [_flex_mask(*own, blocks.block_size, kind, within) for own in zip(anchors, blocks.contexts, strict=True)]
+    size, masks = blocks.block_size, list[Any]()
+    positions = blocks.positions.split([count * size for count in blocks.counts])
+    for anchors, own, context in zip(blocks.anchors.split(blocks.counts), positions, blocks.contexts, strict=True):
+        visible = _flex_mask(anchors.repeat_interleave(size), own, context, size, kind)
+        masks.append(flex.mask(visible, None, None, len(own), context + len(own), device=str(own.device)))
+    return masks
 
 
-def _flex_mask(anchors: Tensor, context: int, size: int, kind: AttentionKind, within: Tensor) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+def _flex_mask(anchors: Tensor, positions: Tensor, context: int, size: int, kind: AttentionKind) -> Function:
+    # Anchors and positions of each row. Tables, because the compiler cannot divide an index (torch 2.13).
+    rows = torch.arange(len(positions), device=positions.device)
+    blocks = rows // size
+    key_blocks = torch.cat([blocks.new_full((context,), -1), blocks])
+    key_positions = torch.cat([torch.arange(context, device=positions.device), positions])
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor = anchors[query // size]
-        in_context = key < anchor
-        if kind.window is not None:
-            in_context = in_context & (anchor + query % size - key < kind.window)
-        row = (key - context).clamp(min=0)
-        in_block = (row // size == query // size) & within[query % size, row % size]
-        return torch.where(key < context, in_context, in_block)
+        seen = (key < anchors[query]) | (key_blocks[key] == blocks[query])
+        distance = positions[query] - key_positions[key]
+        if kind.causal:
+            seen = seen & (distance >= 0)
+        return seen if kind.window is None else seen & (distance.abs() < kind.window)
 
-    rows = len(anchors) * size
-    return create_block_mask(visible, None, None, rows, context + rows, device=str(anchors.device))
+    return visible
 
 
 def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -243,13 +284,24 @@ def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     return torch.cat(pieces)
 
 
-def _flex(device: torch.device) -> Callable[..., Any] | None:
-    if device.type != "cuda":
-        return None
-    from torch.nn.attention.flex_attention import flex_attention
+def compiled_flex(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Flex | None:
+    """FlexAttention, once a trial forward and backward succeeded; None = plain products attend, as a log line says."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+    attention, mask = Compiled(flex_attention, wanted=True), Compiled(create_block_mask, wanted=True)
+    tokens, anchors = torch.zeros(CONTEXT_STEP, dtype=torch.int64), torch.tensor([8, 20])
+    blocks, heads = lay_out([tokens], [anchors], config.block_size).to(device), config.num_attention_heads
+    rows = torch.zeros(len(blocks.positions), heads, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+    own = rows[:, : config.num_key_value_heads]
+    context = own.new_zeros(CONTEXT_STEP, 1, *own.shape[1:])
+
+    def trial(function: Function) -> None:
+        if attention.fast is not None:
+            attend = FlexBlockAttention(blocks, (context, context), config.layers[:1], Flex(function, mask))
+            attend(0, rows, own, own).sum().backward()
+
+    attention.run(trial)
+    return None if attention.fast is None else Flex(attention.fast, mask)
 
 
 class Predictions(NamedTuple):
@@ -315,13 +367,16 @@ class _Backbone(nn.Module):
     # a module of its own, so that `functional_call` can run all of the pass with rounded weights
     def __init__(self, drafter: Drafter, embedding: Tensor) -> None:
         super().__init__()
-        self.drafter, self.flex = drafter, _flex(embedding.device)
+        self.drafter, self.flex = drafter, None
+        if embedding.is_cuda:
+            self.flex = compiled_flex(drafter.config, embedding.device, embedding.dtype)
         self.embedding = (embedding,)  # in a tuple, so that it is neither trained nor moved
 
     def forward(self, blocks: Blocks, features: Tensor) -> Tensor:
         """features [sum of contexts, F*H] -> hidden states [blocks * B, H] after the final norm."""
         drafter, size = self.drafter, blocks.targets.shape[1] + 1
-        context = drafter.context_kv(drafter.project_context(features), blocks.context_positions())
+        positions = torch.cat([torch.arange(rows, device=features.device) for rows in blocks.contexts])
+        context = drafter.context_kv(drafter.project_context(features), positions)
         attend: Attend
         if self.flex is None:
             attend = BlockAttention(blocks, context, drafter.config.layers, context[0].dtype)

@@ -3,12 +3,12 @@
 The loss of a slot is the cross-entropy of the answer's token, mixed by the share `soft` with the soft loss: sum |q - p|
 over the vocabulary, twice the total variation between the drafter's distribution q and the target's p (as in DSpark).
 The gradient is made in the forward pass, chunk by chunk: the logits of a step (thousands of rows x the vocabulary)
-never exist at once, and nothing is computed twice.
+never exist at once, and nothing is computed twice. On a GPU a chunk is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash_serve.training.blocks import Labels, Predictions
+from dflash_serve.training.blocks import Compiled, Labels, Predictions
 from dflash_serve.training.parallel import ALONE, Processes
 
 BLOCKS_AT_ONCE = 32
@@ -103,6 +103,7 @@ class SlotLoss:
             self.places = torch.zeros(len(head), dtype=torch.int64, device=head.device)
             self.places[kept.to(head.device)] = torch.arange(len(kept), device=head.device)
             self.known = torch.zeros_like(self.known).index_fill(0, kept.cpu(), True)
+        self.compiled = Compiled(self.measure, wanted=head.is_cuda)
 
     def __call__(self, predictions: Predictions, labels: Labels) -> tuple[Tensor, SlotScores]:
         """The weighted mean of the slots' losses, a scalar, differentiable in hidden, latent and bias; and the scores.
@@ -122,30 +123,34 @@ class SlotLoss:
         """The scores alone."""
         (hidden, latent, *_), bias = predictions, self._kept_rows(predictions.bias)
         parts = self.parts(labels)
-        return joined([self.measure(hidden[own], _rows(latent, own), bias, part)[1] for own, part in parts])
+        return joined([self.compiled(hidden[own], _rows(latent, own), bias, at, part)[1] for own, at, part in parts])
 
     def _kept_rows(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is None or self.kept is None else bias[self.kept]
 
-    def parts(self, labels: Labels) -> Iterator[tuple[slice, Labels]]:
-        """The blocks of a step, `blocks_at_once` at a time, and their labels."""
-        count, slots = labels.valid.shape
+    def parts(self, labels: Labels) -> Iterator[tuple[slice, Tensor, Labels]]:
+        """The blocks of a step, `blocks_at_once` at a time; `at` and labels as of `measure`."""
+        (count, slots), device = labels.valid.shape, self.head.device
+        targets = labels.targets if self.places is None else self.places[labels.targets]
         at_once = self.blocks_at_once or BLOCKS_AT_ONCE
         if self.blocks_at_once is None and self.head.device.type != "cpu":
             at_once = max(at_once, LOGITS_ON_GPU // (slots * len(self.head)))
         for first in range(0, count, at_once):
             own = slice(first, first + at_once)
-            yield own, Labels(labels.targets[own], labels.valid[own], _rows(labels.teacher, own))
+            valid = labels.valid[own]
+            at = valid.flatten().nonzero()[:, 0]  # slots that do not count cost nothing
+            yield own, at.to(device), Labels(targets[own], valid.to(device), _rows(labels.teacher, own))
 
     def measure(
-        self, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels
+        self, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, at: Tensor, labels: Labels
     ) -> tuple[Tensor, SlotScores]:
-        """The weighted sum of the losses of some blocks, and their scores.
+        """The weighted sum of the losses of some blocks, and their scores. Everything is on the head's device.
 
         Args:
             hidden, latent: as in `Predictions`; bias: of the rows of the head that are kept.
+            at: int64, places of the slots that count among all slots.
+            labels: their targets are rows of the head.
         """
-        at = labels.valid.flatten().nonzero()[:, 0].to(hidden.device)  # slots that do not count cost nothing
 
         def logits_of(rows: Tensor) -> Tensor:
             logits = rows.flatten(0, 1)[at].to(self.head.dtype) @ self.head.t()
@@ -154,8 +159,7 @@ class SlotLoss:
         def spread(each: Tensor) -> Tensor:  # of the slots that count -> of all, zero elsewhere
             return each.new_zeros(labels.valid.numel()).index_copy(0, at, each).view_as(labels.valid)
 
-        targets = labels.targets if self.places is None else self.places[labels.targets]
-        targets, logits = targets.flatten()[at], logits_of(hidden)
+        targets, logits = labels.targets.flatten()[at], logits_of(hidden)
         if latent is not None and bias is not None:
             logits = logits + latent.flatten(0, 1)[at].to(self.head.dtype) @ bias.t().to(self.head.dtype)
         loss = cross_entropy = F.cross_entropy(logits, targets, reduction="none")
@@ -165,9 +169,20 @@ class SlotLoss:
             distance = (logits.softmax(-1) - logits_of(labels.teacher).softmax(-1)).abs().sum(-1)
             loss = (1 - self.soft) * cross_entropy + self.soft * distance
         each = spread(cross_entropy.detach())
-        weights = self.weighting(torch.exp(-each), labels.valid.to(hidden.device))
+        weights = self.weighting(torch.exp(-each), labels.valid)
         scores = SlotScores(each, weights, spread(hit), None if distance is None else spread(distance.detach()))
         return (loss * weights.flatten()[at]).sum(), scores
+
+    def descend(self, *inputs: Any) -> tuple[Tensor, SlotScores]:
+        """As `measure`; the gradients of the sum go into those inputs that want one."""
+
+        def both(measure: Callable[..., tuple[Tensor, SlotScores]]) -> tuple[Tensor, SlotScores]:
+            with torch.enable_grad():
+                value, scores = measure(*inputs)
+            value.backward()
+            return value.detach(), scores
+
+        return self.compiled.run(both)
 
 
 class _SlotLoss(torch.autograd.Function):
@@ -178,14 +193,12 @@ class _SlotLoss(torch.autograd.Function):
         found, values, of_hidden = [], [], []
         of_latent = list[Tensor]()
         whole_bias = _leaf(bias)
-        for own, part in loss.parts(labels):
+        for own, at, part in loss.parts(labels):
             rows, latents = hidden[own].detach().requires_grad_(), _leaf(_rows(latent, own))
-            with torch.enable_grad():
-                value, scores = loss.measure(rows, latents, whole_bias, part)
-            value.backward()
+            value, scores = loss.descend(rows, latents, whole_bias, at, part)
             assert rows.grad is not None
             found.append(scores)
-            values.append(value.detach())
+            values.append(value)
             of_hidden.append(rows.grad)
             if latents is not None and latents.grad is not None:
                 of_latent.append(latents.grad)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ from dflash_serve.checkpoint.source import local_folder, target_source
 from dflash_serve.checkpoint.target_config import TargetConfig, read_target_config
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
+from dflash_serve.training.blocks import Flex
 from dflash_serve.training.data import written_prompts
 from dflash_serve.training.parallel import Processes
 from dflash_serve.training.recipe import FilePrompts, Recipe
@@ -70,11 +72,10 @@ def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
     per_token = 2 * 2 * target.num_layers * target.num_key_value_heads * target.head_dim
     longest = answers.max_prompt_tokens + answers.max_new_tokens
     prompts = _prompts(recipe)
-    memory = step_memory(recipe, target, config, processes)
-    parameters = _parameters(Drafter, config)
-    copies = 3 + (training.ema is not None)  # the weights, Adam's two averages, and the weights' own
+    memory, counts = step_memory(recipe, target, config, processes)
+    parameters = counts["drafter"]
     return {
-        "target": {"model": model.model, "parameters": _parameters(TargetModel, target)},
+        "target": {"model": model.model, "parameters": counts["target"]},
         "drafter": {
             "parameters": parameters,
             "layers": config.num_layers,
@@ -96,7 +97,8 @@ def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
         "memory_bytes": memory,
         "disk_bytes": {
             "answers": 4 * longest * prompts,
-            "checkpoint": 2 * (copies * 4 * parameters + 4 * parameters),  # the old one stays until the new is whole
+            # Weights, Adam's two averages and the best weights; the old one stays until the new one is whole.
+            "checkpoint": 2 * 4 * 4 * parameters,
             "drafter": 2 * parameters,
         },
     }
@@ -126,16 +128,21 @@ def told(found: Mapping[str, Any]) -> str:
     )
 
 
-def step_memory(recipe: Recipe, target: TargetConfig, config: DrafterConfig, processes: int) -> dict[str, int]:
-    """Bytes of the target, of the drafter with its optimiser, and of a step beside them, in one of the processes.
+def step_memory(
+    recipe: Recipe, target: TargetConfig, config: DrafterConfig, processes: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes in one of the processes, of the target, of the drafter with its optimiser, and of a step beside them.
 
     Every sequence is as long as the recipe allows, and the head's vocabulary is whole. Attention keeps what
     FlexAttention keeps: queries, keys, values, its output, and no scores. What the allocator loses is not counted.
+
+    Returns:
+        the bytes, and the numbers of parameters of target and drafter.
     """
     answers, device = recipe.data.answers, torch.device("meta")
     tokens = torch.zeros(answers.max_prompt_tokens + answers.max_new_tokens, dtype=torch.int32)
     examples = [Example(index, tokens, answers.max_prompt_tokens) for index in range(recipe.training.sequences)]
-    whole = recipe.training.model_copy(update={"reduced_vocabulary": False, "feature_cache_gib": 0.0})
+    whole = recipe.training.model_copy(update={"reduced_vocabulary": False})
     with LiveBytes() as live, tempfile.TemporaryDirectory() as folder:
         with device:
             frozen = TargetModel(target).to(torch.bfloat16).requires_grad_(False)
@@ -148,12 +155,14 @@ def step_memory(recipe: Recipe, target: TargetConfig, config: DrafterConfig, pro
         trainer = Trainer(recipe, frozen, drafter, examples, [], Path(folder), shared)
         for group in (group for part in trainer.optimizer.parts for group in part.param_groups):
             group |= {"fused": False, "foreach": False}  # the fused operator, which takes no memory, has no meta form
-        trainer.forward.backbone.flex = _attention
+        trainer.forward.backbone.flex = ATTENTION
         trainer.update()
-        of_drafter = live.now - of_target + 4 * sum(parameter.numel() for parameter in drafter.parameters())
+        models = {"target": frozen, "drafter": drafter}
+        counts = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in models.items()}
+        of_drafter = live.now - of_target + 4 * counts["drafter"]
         live.most = live.now
         trainer.update()
-        return {"target": of_target, "drafter": of_drafter, "step": live.most - of_target - of_drafter}
+        return {"target": of_target, "drafter": of_drafter, "step": live.most - of_target - of_drafter}, counts
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, **_: object) -> Tensor:
@@ -173,6 +182,9 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
 
 
+ATTENTION: Flex | None = Flex(_attention, create_block_mask)
+
+
 class _Share(Processes):
     # the first of several processes that are not there: it takes its share and adds nothing up
     def total(self, value: Tensor) -> Tensor:
@@ -180,11 +192,6 @@ class _Share(Processes):
 
     def total_gradients(self, parameters: Any) -> None:
         pass
-
-
-def _parameters(kind: type[nn.Module], config: Any) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in kind(config).parameters())
 
 
 def _prompts(recipe: Recipe) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter, propose
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.loader import load_target
-from dflash_serve.training.blocks import Labels, SlotForward, Teacher, lay_out
+from dflash_serve.training.blocks import Compiled, Flex, Labels, SlotForward, Teacher, compiled_flex, lay_out
 from dflash_serve.training.loss import SlotLoss, Weighting
 from dflash_serve.training.trainer import target_features
 from tests.support.heads import HEADS
@@ -70,7 +70,7 @@ def decoded(drafter: Drafter, token: int, features: Tensor, anchor: int, embeddi
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_all_blocks_at_once_are_the_blocks_of_decoding(kind: AttentionKind) -> None:
-    """Through FlexAttention, too, which a GPU uses."""
+    """Through FlexAttention, too, which a GPU uses, and with compiled masks."""
     drafter = random_drafter(kind)
     sequences, features, embedding = inputs(drafter.config)
     blocks = lay_out(sequences, [torch.tensor(a) for a in ANCHORS], drafter.config.block_size)
@@ -80,10 +80,20 @@ def test_all_blocks_at_once_are_the_blocks_of_decoding(kind: AttentionKind) -> N
         for tokens, rows, anchors in zip(sequences, features, ANCHORS, strict=True)
         for anchor in anchors
     ]
-    for flex in (None, flex_attention):
+    compiled = Compiled(create_block_mask, wanted=True, backend="aot_eager")
+    for flex in (None, Flex(flex_attention, create_block_mask), Flex(flex_attention, compiled)):
         forward.backbone.flex = flex
         with torch.no_grad():
             torch.testing.assert_close(forward(blocks, features).hidden, torch.stack(alone), atol=2e-5, rtol=1e-4)
+    assert compiled.fast is not None
+
+
+def test_where_flex_attention_cannot_be_compiled_it_is_left_out_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert compiled_flex(tiny_drafter_config(), torch.device("cpu"), torch.float32) is None  # it has no backward there
+    (said,) = [record.getMessage() for record in caplog.records if record.name == Compiled.__module__]
+    assert said.startswith("flex_attention is not compiled: ")
 
 
 def test_targets_are_the_tokens_at_the_slots_and_stop_at_the_end() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Never
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.training.blocks import Labels, Predictions
+from dflash_serve.models.compiled.build import find_compiler
+from dflash_serve.training.blocks import Compiled, Labels, Predictions
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss
 
 BLOCKS, SLOTS, HIDDEN, RANK, VOCABULARY = 7, 3, 8, 5, 20
@@ -65,6 +68,34 @@ def test_loss_and_gradients_are_those_of_autograd(
     torch.testing.assert_close(loss, expected)
     for gradient, plain in zip(gradients, torch.autograd.grad(3 * expected, wanted), strict=True):
         torch.testing.assert_close(gradient, plain)
+
+
+BACKEND = "inductor" if find_compiler() else "aot_eager"
+
+
+def broken(*_: object) -> Never:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize("backend", [BACKEND, broken])
+def test_compiled_losses_and_gradients_are_those_of_eager_ones(backend: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = list[list[Tensor]]()
+    for wanted in (False, True):
+        predictions, head, labels = inputs(markov=True)
+        own = SlotLoss(head, Weighting(), soft=0.5, kept=KEPT, blocks_at_once=4)  # 4 blocks, then 3
+        own.compiled = Compiled(own.measure, wanted=wanted, backend=backend)
+        loss, scores = own(predictions, labels)
+        gradients = torch.autograd.grad(loss, [tensor for tensor in predictions if tensor is not None])
+        found.append([each for each in (loss, *gradients, *scores) if each is not None])
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+    said = [record.getMessage() for record in caplog.records if record.name == Compiled.__module__]
+    if backend is broken:
+        assert len(said) == 1
+        assert said[0].startswith("SlotLoss.measure is not compiled: ")
+        assert "no compiler here" in said[0]
+    else:
+        assert own.compiled.fast is not None
+        assert said == []
 
 
 def test_the_soft_loss_has_no_slope_where_the_drafter_is_the_target() -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.cli.main import app
+from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training import loss
@@ -23,20 +24,15 @@ from dflash_serve.training.shards import Example
 from dflash_serve.training.trainer import Trainer
 from tests.house import ROOT
 from tests.support.recipes import tiny_recipe, write_prompts
-from tests.support.tiny_target import write_tiny_target
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 LENGTH = 200
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_target(tmp_path_factory.mktemp("target") / "target")
-
-
 @pytest.fixture
-def recipe(target: Path, tmp_path: Path) -> Recipe:
-    fields = tiny_recipe(str(target), write_prompts(tmp_path / "prompts.jsonl"), sequences=6, anchors=40).model_dump()
+def recipe(tiny_target_folder: Path, tmp_path: Path) -> Recipe:
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    fields = tiny_recipe(str(tiny_target_folder), prompts, sequences=6, anchors=40).model_dump()
     fields["data"]["answers"] |= {"max_prompt_tokens": LENGTH // 2, "max_new_tokens": LENGTH // 2}
     return Recipe.model_validate(fields)
 
@@ -52,15 +48,16 @@ def test_live_bytes_are_those_that_are_held_at_once() -> None:
 
 
 def test_the_memory_of_a_step_is_that_of_a_real_one(
-    target: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_folder: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both with attention and logits as on a CPU, and the target's layers as they are before packing."""
-    monkeypatch.setattr(module, "_attention", None)
+    monkeypatch.setattr(module, "ATTENTION", None)
     monkeypatch.setattr(loss, "LOGITS_ON_GPU", 0)
     monkeypatch.setattr(TargetModel, "pack", lambda self: None)
-    config = drafter_config(recipe.drafter, read_target_config(target))
-    told = step_memory(recipe, read_target_config(target), config, 1)
-    frozen = load_target(str(target), dtype=torch.bfloat16)
+    target = read_target_config(tiny_target_folder)
+    config = drafter_config(recipe.drafter, target)
+    told, counted = step_memory(recipe, target, config, 1)
+    frozen = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
     tokens = torch.randint(0, 50, (recipe.training.sequences, LENGTH), dtype=torch.int32)
     examples = [Example(index, row, LENGTH // 2) for index, row in enumerate(tokens)]
     trainer = Trainer(recipe, frozen, new_drafter(config, frozen, init="random", seed=0), examples, [], tmp_path)
@@ -68,6 +65,7 @@ def test_the_memory_of_a_step_is_that_of_a_real_one(
     with LiveBytes() as live:
         trainer.update()
     parameters = sum(parameter.numel() for parameter in trainer.drafter.parameters())
+    assert counted == {"target": sum(weight.numel() for weight in frozen.parameters()), "drafter": parameters}
     assert told["drafter"] == pytest.approx(16 * parameters, rel=0.01)
     assert told["step"] + 4 * parameters == pytest.approx(live.most, rel=0.1)  # gradients are of the step there
 
@@ -92,6 +90,14 @@ def _published(name: str, target: str, folder: Path, *, processes: int) -> dict[
     assert recipe.target.model == target
     model = recipe.target.model_copy(update={"model": str(folder)})
     return outlook(recipe.model_copy(update={"target": model}), processes)
+
+
+def test_gpt_oss_is_refused_in_one_line_that_says_what_can_be_trained_for(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TARGETS["openai/gpt-oss-120b"]))
+    model = recipe.target.model_copy(update={"model": str(tmp_path)})
+    with pytest.raises(UserError, match=r"'gpt_oss' is not one .*qwen3; .*`train` needs this one") as error:
+        outlook(recipe.model_copy(update={"target": model}))
+    assert "\n" not in str(error.value)
 
 
 def test_a_dry_run_tells_and_writes_nothing(recipe: Recipe, tmp_path: Path) -> None:
