@@ -39,8 +39,6 @@ def test_any_dialect_becomes_a_folder_that_upstream_reads(dialect: str, tmp_path
     assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert raw["block_size"] == 4
     assert raw["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 5]}
-    assert read_config(draft)[0] == config
-    assert load_file(draft / "model.safetensors").keys() == random_tensors(config).keys()
     written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert written["speculative_config"]["speculative_model"] == str(draft)
     assert written["speculative_config"]["max_draft_len"] == 3
