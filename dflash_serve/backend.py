@@ -226,7 +226,11 @@ class ServerBackend(Backend, Protocol):
         ...
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written."""
+        """Files that `prepare` would write, choices and notes; nothing is written.
+
+        Raises:
+            UserError: target or drafter cannot be found or read at all.
+        """
         ...
 
 
@@ -244,7 +248,11 @@ class InProcessBackend(Backend, Protocol):
     """An engine that runs in this process."""
 
     def engine(self, deployment: Deployment) -> Engine:
-        """Starts it."""
+        """Starts it.
+
+        Raises:
+            UserError: the deployment has problems.
+        """
         ...
 
 
@@ -354,7 +362,11 @@ def installed() -> list[str]:
 
 
 def backend(name: str) -> Backend:
-    """The installed backend of that name."""
+    """The installed backend of that name.
+
+    Raises:
+        UserError: there is none, or what it needs is not installed.
+    """
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
@@ -367,7 +379,11 @@ def backend(name: str) -> Backend:
 
 
 def server_backend(name: str) -> ServerBackend:
-    """The installed backend of that name, whose server we start."""
+    """The installed backend of that name, whose server we start.
+
+    Raises:
+        UserError: there is none, or only its engine's metrics are known.
+    """
     found = backend(name)
     if not isinstance(found, ServerBackend):
         what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"
@@ -376,7 +392,11 @@ def server_backend(name: str) -> ServerBackend:
 
 
 def embedded_backend() -> InProcessBackend:
-    """The backend that runs in this process."""
+    """The backend that runs in this process.
+
+    Raises:
+        UserError: it is not installed.
+    """
     return cast(InProcessBackend, backend(EMBEDDED))
 
 

@@ -274,7 +274,11 @@ def _has(layer: Any, place: list[str]) -> bool:
 
 
 def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The user's cost table; None = not given."""
+    """The user's cost table; None = not given.
+
+    Raises:
+        UserError: the file cannot be read or is not a cost table.
+    """
     path = environment.get(COST_TABLE)
     if path is None:
         return None
@@ -289,7 +293,11 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
 
 
 def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
-    """The user's survival; None = not given."""
+    """The user's survival; None = not given.
+
+    Raises:
+        UserError: the text is not a survival.
+    """
     text = environment.get(SURVIVAL)
     if text is None:
         return None

@@ -116,7 +116,11 @@ def tracing_problems(deployment: Deployment) -> Iterator[Problem]:
 
 
 def changed_files(deployment: Deployment) -> list[Problem]:
-    """Files of what `dflash-serve build` made that are not what it made; asked before anything is loaded."""
+    """Files of what `dflash-serve build` made that are not what it made; asked before anything is loaded.
+
+    Raises:
+        UserError: a manifest cannot be read.
+    """
     folders = [Path(deployment.target.model)]
     if deployment.drafter is not None and uses_drafter(deployment):
         folders.append(Path(drafter_source(deployment.drafter.model)))

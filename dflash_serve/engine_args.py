@@ -181,7 +181,11 @@ def _text(value: JsonValue) -> str:
 
 
 def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
-    """`engine_args` from the words after `--` on a command line: `--a 1 --b --c=2` -> {a: 1, b: true, c: 2}."""
+    """`engine_args` from the words after `--` on a command line: `--a 1 --b --c=2` -> {a: 1, b: true, c: 2}.
+
+    Raises:
+        UserError: a value without a flag before it, or a flag given twice.
+    """
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:

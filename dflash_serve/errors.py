@@ -1,8 +1,4 @@
-"""Errors and problems for users: each is one line that says what is wrong, where, and what to do.
-
-Whatever takes a user's name, file or setting raises `UserError` where that cannot be read or honoured. Docstrings list
-the errors that do not follow from this.
-"""
+"""Errors and problems for users: each is one line that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -89,7 +85,11 @@ def first_line(error: Exception) -> str:
 
 
 def raise_problems(problems: Sequence[Problem], *, hint: str = "") -> None:
-    """Raises the first of the problems, if there are any."""
+    """Raises the first of the problems, if there are any.
+
+    Raises:
+        UserError: the first problem, with the number of others and `hint`: the way to see them all.
+    """
     if not problems:
         return
     first = problems[0]

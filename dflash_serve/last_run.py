@@ -73,6 +73,9 @@ class KeptWidth(AutoWidth):
         run: the record of this drafter and target.
         allowed_widths, believed: as for `AutoWidth`.
         learnt: corrections of an estimated `cost`; this run's are recorded too. None = `cost` was measured at start.
+
+    Raises:
+        UserError: DFLASH_SERVE_SURVIVAL is not a survival.
     """
 
     def __init__(

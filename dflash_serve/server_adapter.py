@@ -53,7 +53,11 @@ class Launch:
         return self.adapter.check(self.deployment)
 
     def prepare(self, folder: Path) -> None:
-        """Writes into `folder` the files that the engine reads."""
+        """Writes into `folder` the files that the engine reads.
+
+        Raises:
+            UserError: the deployment has problems, or a checkpoint cannot be read.
+        """
         self.adapter.prepare(self.deployment, folder)
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
@@ -66,7 +70,11 @@ class Launch:
 
 
 def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
-    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again."""
+    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again.
+
+    Raises:
+        UserError: target or drafter cannot be found or read at all.
+    """
     if isinstance(backend, ServerAdapter):
         plan: Launch = backend.resolve(deployment)
         return plan
@@ -226,7 +234,11 @@ class ServerAdapter(ABC, Generic[Plan]):
     logging_variable: str = ""  # Environment variable that names the log configuration
 
     def resolve(self, deployment: Deployment) -> Plan:
-        """The plan of a deployment; reads config.json files and safetensors headers, once."""
+        """The plan of a deployment; reads config.json files and safetensors headers, once.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
         checkpoint = None
         if uses_drafter(deployment) and deployment.drafter is not None:
             checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
@@ -298,7 +310,11 @@ class ServerAdapter(ABC, Generic[Plan]):
             yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
 
     def write_draft(self, plan: Plan, folder: Path) -> None:
-        """Writes the drafter, whole or not at all."""
+        """Writes the drafter, whole or not at all.
+
+        Raises:
+            UserError: the checkpoint has problems, or something that is no drafter stands there.
+        """
         assert plan.checkpoint is not None
         assert plan.drafter is not None
         form = self.draft_form(plan.drafter, plan.deployment.target.model)
@@ -341,6 +357,9 @@ def running_server(
         folder: for the files that the server reads, and its log, `server.log`.
         env: added to the environments of this process and of the backend.
         patience: seconds until the server must be ready.
+
+    Raises:
+        UserError: the server cannot be started, ends by itself, or is not ready in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Only our own clients use the server, so it needs no key.

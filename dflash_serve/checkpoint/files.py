@@ -63,7 +63,11 @@ def read_object(path: Path, problems: list[Problem], *, kind: str = "drafter") -
 
 
 def load_object(path: Path, *, kind: str = "drafter") -> Mapping[str, object]:
-    """The object in a JSON file, or an error; `kind` as for `read_object`."""
+    """The object in a JSON file, or an error; `kind` as for `read_object`.
+
+    Raises:
+        UserError: there is none.
+    """
     problems: list[Problem] = []
     found = read_object(path, problems, kind=kind)
     raise_problems(problems)
@@ -203,7 +207,11 @@ def file_entries(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`."""
+    """The folder's manifest; None if it has none: it was not made by `dflash-serve build`.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -214,7 +222,11 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def verify(folder: Path) -> list[Problem]:
-    """Problems of the files that differ from the folder's manifest; [] for a folder without one."""
+    """Problems of the files that differ from the folder's manifest; [] for a folder without one.
+
+    Raises:
+        UserError: the manifest cannot be read.
+    """
     manifest = read_manifest(folder)
     return [] if manifest is None else list(_differences(folder, manifest))
 

@@ -69,7 +69,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
-    """Reads config.json and the safetensors headers and collects every problem; reads no weights."""
+    """Reads config.json and the safetensors headers and collects every problem; reads no weights.
+
+    Raises:
+        UserError: neither a folder nor an id that can be fetched.
+    """
     weight_problems: list[Problem] = []
     checkpoint = _describe(drafter_folder(folder_or_id, revision), weight_problems)
     checkpoint.problems += weight_problems
@@ -171,7 +175,11 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
 
 
 def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Checkpoint]:
-    """The neutral description of a drafter, quantised or not, and its checkpoint without `pieces`; needs no weights."""
+    """The neutral description of a drafter, quantised or not, and its checkpoint without `pieces`; needs no weights.
+
+    Raises:
+        UserError: config.json is absent, broken, of an unknown dialect, or describes an unsupported drafter.
+    """
     checkpoint = _describe(drafter_folder(folder_or_id, revision), [])
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
@@ -247,7 +255,11 @@ def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:
-    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales."""
+    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales.
+
+    Raises:
+        UserError: the checkpoint has problems.
+    """
     checkpoint = open_checkpoint(folder_or_id, revision)
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None

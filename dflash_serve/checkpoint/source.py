@@ -38,12 +38,20 @@ def target_source(name: str) -> str | Path:
 
 
 def drafter_folder(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a drafter, fetched if necessary."""
+    """The local folder of a drafter, fetched if necessary.
+
+    Raises:
+        UserError: neither an alias, a folder nor an id that can be fetched.
+    """
     return local_folder(drafter_source(name), revision)
 
 
 def target_folder(name: str, revision: str | None = None) -> Path:
-    """The local folder of a target, fetched or converted first if necessary."""
+    """The local folder of a target, fetched or converted first if necessary.
+
+    Raises:
+        UserError: neither an alias, a folder nor an id that can be fetched.
+    """
     return local_folder(target_source(name), revision, files=TARGET_FILES)
 
 
@@ -54,6 +62,9 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         folder_or_id: a folder, or `owner/name` on the Hugging Face hub.
         revision: commit, branch or tag of the hub repository; hub checkpoints are replaced in place, so pin a commit.
         files: patterns of the files to fetch; None = all configuration and weights.
+
+    Raises:
+        UserError: neither a folder nor an id that can be fetched.
     """
     name, path = str(folder_or_id), Path(folder_or_id)
     if path.is_dir():

@@ -66,7 +66,11 @@ class TargetShape:
 
 
 def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> TargetShape:
-    """A target's sizes from its config.json, the only file that is fetched for a hub id."""
+    """A target's sizes from its config.json, the only file that is fetched for a hub id.
+
+    Raises:
+        UserError: no such target, or a config.json without these sizes.
+    """
     folder = local_folder(folder_or_id, revision, files=["config.json"])
     return _shape(load_object(folder / "config.json", kind="target"), folder, str(folder_or_id))
 
@@ -109,7 +113,11 @@ def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
-    """A positive whole number of the config.json in `folder`."""
+    """A positive whole number of the config.json in `folder`.
+
+    Raises:
+        UserError: it is absent or something else.
+    """
     value = fields.get(key)
     if type(value) is int and value > 0:
         return value
@@ -157,12 +165,20 @@ class TargetLayout:
 
 
 def target_configuration(model: Model) -> Path:
-    """The folder of the target's configuration, which is fetched for a hub id."""
+    """The folder of the target's configuration, which is fetched for a hub id.
+
+    Raises:
+        UserError: no such target.
+    """
     return local_folder(model.model, model.revision, files=["config.json", QUANT_CONFIG, GENERATION_CONFIG])
 
 
 def read_target_layout(folder: Path, model: Model) -> TargetLayout:
-    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation."""
+    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation.
+
+    Raises:
+        UserError: no config.json, or one without a language model's sizes.
+    """
     raw = load_object(folder / "config.json", kind="target")
     named = raw.get("architectures")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)

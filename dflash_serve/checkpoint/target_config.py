@@ -222,6 +222,9 @@ def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[P
 
     Args:
         headers: of its files; empty if they are not fetched yet.
+
+    Raises:
+        UserError: one of the two files is no JSON object.
     """
     recipe = read_recipe(load_object(folder / "config.json", kind="target"), folder)
     signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))

@@ -16,14 +16,22 @@ _REQUIREMENT = re.compile(r"""(?P<name>[\w.-]+).*extra == ['"](?P<extra>[\w-]+)[
 
 
 def need(extra: str, *modules: str) -> None:
-    """Checks that modules are installed, without importing them."""
+    """Checks that modules are installed, without importing them.
+
+    Raises:
+        UserError: lists the missing ones, and the extra that brings them.
+    """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}", where=f"extra [{extra}]", do=_install(extra))
 
 
 def import_extra(extra: str, module: str) -> Any:
-    """Imports a module of an extra; for untyped packages."""
+    """Imports a module of an extra; for untyped packages.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
     try:
         return import_module(module)
     except ImportError as error:

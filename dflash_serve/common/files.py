@@ -103,7 +103,11 @@ def mend_folder(folder: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Makes a folder and checks that it can be written, before hours are spent on its contents."""
+    """Makes a folder and checks that it can be written, before hours are spent on its contents.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written in it.
+    """
     write_whole(folder / ".writable", "", do="name another --output")
     (folder / ".writable").unlink()
 

@@ -41,6 +41,9 @@ class Connection:
         api_key: None = none is sent. Never shown.
         timeout: seconds for one answer.
         connections: largest number at the same time.
+
+    Raises:
+        UserError: the URL is not such an address.
     """
 
     url: str
@@ -147,7 +150,11 @@ def page_status(url: str, *, timeout: float = 30.0) -> int | None:
 
 
 def read_keys(file: str | Path) -> list[str]:
-    """API keys, one a line; empty lines and lines that begin with # are skipped."""
+    """API keys, one a line; empty lines and lines that begin with # are skipped.
+
+    Raises:
+        UserError: the file cannot be read, or has none.
+    """
     text = read_text(Path(file), do="give a file with one key a line")
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
@@ -157,7 +164,11 @@ def read_keys(file: str | Path) -> list[str]:
 
 
 def read_api_key(file: Path | None) -> str | None:
-    """The first API key of a file, else the environment's; None if neither is given."""
+    """The first API key of a file, else the environment's; None if neither is given.
+
+    Raises:
+        UserError: as `read_keys`.
+    """
     return os.environ.get(API_KEY_ENV) or None if file is None else read_keys(file)[0]
 
 

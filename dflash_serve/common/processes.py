@@ -42,7 +42,11 @@ def running(argv: Sequence[str], log: Path, *, env: Mapping[str, str], ready: st
 
 
 def require_program(argv: Sequence[str], backend_name: str) -> None:
-    """Checks that a command can be started."""
+    """Checks that a command can be started.
+
+    Raises:
+        UserError: the program, or the module that Python would run, is not installed here.
+    """
     module = argv[2].partition(".")[0] if len(argv) > 2 and argv[1] == "-m" else None
     there = find_spec(module) is not None if module else shutil.which(argv[0]) is not None
     if not there:
@@ -56,6 +60,9 @@ def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> in
     Args:
         log: its output is appended there.
         env: its whole environment.
+
+    Raises:
+        UserError: it cannot be started.
     """
     process = _start(argv, log, env)
     try:

@@ -13,7 +13,11 @@ WINDOW = "$__rate_interval"
 
 
 class Samples:
-    """Prometheus samples by name; label sets (ranks, models) are summed."""
+    """Prometheus samples by name; label sets (ranks, models) are summed.
+
+    Raises:
+        UserError: the text is not in Prometheus' format.
+    """
 
     def __init__(self, text: str, where: str = "/metrics") -> None:
         from prometheus_client.parser import text_string_to_metric_families
@@ -75,7 +79,11 @@ class Scrape:
         return self._texts[path]
 
     def samples(self, path: str = "/metrics") -> Samples:
-        """The page's samples; empty for a page of JSON."""
+        """The page's samples; empty for a page of JSON.
+
+        Raises:
+            UserError: the page is neither JSON nor Prometheus text.
+        """
         if path not in self._samples:
             text = self.text(path)
             self._samples[path] = Samples("" if _is_json(text) else text, self._base + path)

@@ -429,7 +429,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """Writes every file, each whole or not at all, and returns their paths."""
+    """Writes every file, each whole or not at all, and returns their paths.
+
+    Raises:
+        UserError: one cannot be written.
+    """
     costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, _widths(plan.question.block_size))
     contents = {
         JSON: json.dumps(as_json(plan), indent=1, ensure_ascii=False) + "\n",

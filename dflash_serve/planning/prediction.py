@@ -98,6 +98,9 @@ def constants_of(backend: str, asked: str | None) -> Constants:
 
     Args:
         asked: the name of a known set, or a JSON file of one; None = the backend's first.
+
+    Raises:
+        UserError: nothing is known of this engine, there is no such set, or the file is none.
     """
     if asked is not None and Path(asked).suffix == ".json":
         return _read_constants(Path(asked))
@@ -269,6 +272,9 @@ def fit(cells: Sequence[MeasuredCell], start: Constants, free: Sequence[str] = F
 
     Args:
         start: where the search begins; what is not in `free` stays as it is there.
+
+    Raises:
+        UserError: scipy is not installed.
     """
 
     def set_to(values: Sequence[float]) -> Constants:

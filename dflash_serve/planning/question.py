@@ -80,7 +80,11 @@ class PlanQuestion:
         return self.deployment.hardware.count
 
     def splits(self) -> list[Split]:
-        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide."""
+        """Ways of laying one copy over GPUs: the one that was asked for, or all that divide.
+
+        Raises:
+            UserError: the one that was asked for does not.
+        """
         parallel, layout = self.deployment.parallel, self.pair.layout
         if "tensor" in parallel.model_fields_set:
             raise_problems(list(self._split_problems(parallel.tensor)))
@@ -113,7 +117,11 @@ class PlanQuestion:
 
 
 def specification(gpu: str | None) -> Specification:
-    """The data sheet of a GPU."""
+    """The data sheet of a GPU.
+
+    Raises:
+        UserError: no GPU was named, or its data sheet is not known.
+    """
     have = ", ".join(SPECIFICATIONS)
     if gpu in SPECIFICATIONS:
         return SPECIFICATIONS[gpu]
@@ -126,6 +134,9 @@ def specification(gpu: str | None) -> Specification:
 def read_pair(deployment: Deployment) -> Pair:
     """Target and drafter from their configurations; no weights are read. Of known targets the operator tables' library
     has the configuration, for machines without a network.
+
+    Raises:
+        UserError: one cannot be had, or they do not fit.
     """
     model = deployment.target
     folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
@@ -192,7 +203,11 @@ def band(block_size: int) -> list[ExpectedAcceptance]:
 
 
 def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
-    """A published acceptance length of this target's own drafter."""
+    """A published acceptance length of this target's own drafter.
+
+    Raises:
+        UserError: none was published; says which were.
+    """
     presets = json.loads((files(__package__) / PRESETS).read_text(encoding="utf-8"))
     name = target.rstrip("/").rpartition("/")[2].lower()
     key = max((each for each in presets if name.startswith(each.lower())), key=len, default=None)
@@ -209,7 +224,11 @@ def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
 
 
 def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
-    """Survival that `evaluate --output` or `bench` measured; slots beyond survive as the last measured one did."""
+    """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
+
+    Raises:
+        UserError: it is no such report, has no such task, or tells no survival.
+    """
     where = f"--survival {path}"
     report = read_json(path)
     try:

@@ -212,7 +212,11 @@ def tables_installed() -> bool:
 
 
 def library(*parts: str) -> Any:
-    """The library, or a module of it."""
+    """The library, or a module of it.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
     return import_extra("plan", ".".join([LIBRARY, *parts]))
 
 
