@@ -245,7 +245,10 @@ def evaluate(
     """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
     variables = template_kwargs(chat_template_kwargs)
-    tasks = {name: _messages(texts[:num_prompts], variables) for name, texts in map(task_prompts, task)}
+    tasks: dict[str, list[Prompt]] = {
+        name: [with_variables([{"role": "user", "content": text}], variables) for text in texts[:num_prompts]]
+        for name, texts in map(task_prompts, task)
+    }
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
     described = _with_width(deployment, context.params)
@@ -270,10 +273,6 @@ def evaluate(
         typer.echo(report.model_dump_json(indent=2))
     else:
         Console().print(_table(report))
-
-
-def _messages(texts: list[str], variables: Mapping[str, Any]) -> list[Prompt]:
-    return [with_variables([{"role": "user", "content": text}], variables) for text in texts]
 
 
 def _with_width(path: Path | None, given: Mapping[str, Any]) -> Deployment:

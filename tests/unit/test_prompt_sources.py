@@ -78,6 +78,7 @@ def test_a_task_of_ones_own_is_a_file_or_a_dataset(dataset: str, tmp_path: Path)
         ("not json", r"mine.jsonl:1: not \{"),
         ('{"text": "Why?"}', "mine.jsonl:1: not"),
         ('{"prompt": " "}', ":1: not"),
+        ("[1]", ":1: not"),
         ("", "no prompts in it"),
     ],
 )

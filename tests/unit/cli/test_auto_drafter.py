@@ -39,6 +39,17 @@ def test_evaluate_measures_it_by_its_name(
     assert (report["drafter"], report["width"]) == (str(pair[1]), 4)  # the whole block of what was chosen
 
 
+def test_generate_says_it_unless_it_is_to_be_quiet(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("generate", "the fox", "--raw", "--target", pair[0], "--drafter", AUTO, "--max-tokens", 4, "--width", 3)
+    said = f"dflash-serve: drafter: {pair[1]} (DFlash, B 4), the best known of {pair[0]}"
+    assert [(call(monkeypatch, *asked, *more), said in capsys.readouterr().err) for more in ((), ("--quiet",))] == [
+        (0, True),
+        (0, False),
+    ]
+
+
 def test_bench_and_plan_take_it_too(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

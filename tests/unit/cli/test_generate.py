@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_serve.catalogue import AUTO, Catalogue
 from tests.support.command_line import call
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
 
@@ -55,21 +54,6 @@ def test_no_block_size_or_width_changes_the_answer_and_json_has_null_for_unknown
     assert len({report["text"] for report in reports}) == 1
     assert reports[0]["acceptance_length"] is None
     assert reports[0]["tokens"] <= 12
-
-
-def test_drafter_auto_is_the_best_published_one_and_is_said(
-    ask: Ask, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"repository": str(pair[1]), "target": str(pair[0]), "block_size": 4, "heads": {}, "source": "a test"}
-    unknown = {"revision": None, "licence": None, "acceptance_length": ()}
-    made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row}]})
-    monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
-    asked = ("the fox", "--raw", "--drafter", AUTO, "--max-tokens", 4)
-    code, out, err = ask(*asked, "--width", 3)
-    assert code == 0
-    assert f"dflash-serve: drafter: {pair[1]} (DFlash, B 4), the best known of {pair[0]}" in err
-    assert "acceptance length" in out
-    assert "best known" not in ask(*asked, "--quiet")[2]
 
 
 def expect_one_line(told: tuple[int, str, str], *words: str) -> None:
