@@ -21,7 +21,7 @@ from dflash_serve.backend import EMBEDDED, LookingBackend, Prompt, server_backen
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
-from dflash_serve.catalogue import drafters_of
+from dflash_serve.catalogue import catalogue
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome, redacted
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
@@ -255,6 +255,7 @@ class Certification:
         one, sentences = self.settings, list[str]()
         given = [str(one.deployment)] if one.deployment else ["--target", str(one.target)]
         given += ["--drafter", one.drafter] if one.drafter else []
+        verdicts = list[str]()
         for number, about in enumerate((suspect, ())):
             output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
             again = ["--resume"] if output.with_name(f"{output.name}.partial.jsonl").exists() else []
@@ -267,9 +268,10 @@ class Certification:
                 return {"verdict": UNKNOWN, "sentences": [(done.stderr.splitlines() or ["it failed"])[-1]]}
             report = read_json(output)
             sentences += report["sentences"][:2]
+            verdicts.append(report["verdict"])
             if report["verdict"] != "healthy":
                 break
-        return {"verdict": report["verdict"], "sentences": sentences}
+        return {"verdict": verdicts[-1], "server": verdicts[0], "sentences": sentences}
 
     def measurements(self) -> Measurements:
         """Everything that is finished."""
@@ -308,9 +310,9 @@ class Certification:
             yield from [f"{name} at {', '.join(few)} users in {DECIDING} rounds, the fewest that decide"] if few else []
 
     def _expected(self) -> Expected | None:
-        drafter, target = next(v.drafter for v in self.variants.values() if v.drafter), self.variants[OFF].target
+        drafter = next(v.drafter for v in self.variants.values() if v.drafter)
         survival = recorded_survival(drafter_folder(drafter.model, drafter.revision))
-        rows = [one.acceptance_length for one in drafters_of(target.model) if one.repository == drafter.model]
+        rows = [one.acceptance_length for one in catalogue().drafters if one.repository == drafter.model]
         told = [(each.value, f"{each.benchmark}, {each.source}") for row in rows for each in row]
         told += [] if survival is None else [(1 + sum(survival), "the drafter's provenance.json")]
         if not told:

@@ -88,11 +88,24 @@ class Measurements(Frozen):
         failed, found = sum(point["errors"] for point in self.points), []
         if failed:
             found.append(f"{failed} requests failed")
-        if self.low and self.acceptance_length is not None and self.expected is not None:
-            published = f"{self.expected.acceptance_length:.2f} published ({self.expected.source})"
-            found.append(f"acceptance length {self.acceptance_length:.2f}, {published}")
+        if self.low_length and not self.sound:
+            found.append(self.low_length)
         doctor = self.doctor if self.doctor and (found or self.doctor["verdict"] == "fault") else {"sentences": ()}
         return found + [f"doctor: {text}" for text in doctor["sentences"]]
+
+    @property
+    def low_length(self) -> str:
+        """Acceptance beside the published one, if it is low."""
+        if not self.low or self.acceptance_length is None or self.expected is None:
+            return ""
+        published = f"{self.expected.acceptance_length:.2f} published ({self.expected.source})"
+        return f"acceptance length {self.acceptance_length:.2f}, {published}"
+
+    @property
+    def sound(self) -> bool:
+        """The doctor found that the server accepts what the reference does, and no fault of the checkpoint."""
+        doctor = self.doctor or {"verdict": "fault"}
+        return bool(doctor["verdict"] != "fault" and doctor.get("server", doctor["verdict"]) == "healthy")
 
 
 class Certificate(Measurements):
@@ -124,8 +137,10 @@ def conclude(found: Measurements) -> Certificate:
         verdict = REFUSED
     name = OFF if slower else _best_width(found)
     cap, width = _cap(found, name), name.removeprefix("fixed ")
-    of_verify = chain(*(each["findings"]["scope"] for each in found.verifications.values()))
+    # Reasons stand in the report alone, so that the line can be read.
+    of_verify = (text.partition(" (")[0] for each in found.verifications.values() for text in each["findings"]["scope"])
     untested = dict.fromkeys([*found.not_tested, *of_verify])
+    sound = f" ({found.low_length}; the server and the checkpoint are sound)" if found.low_length else ""
     lines = [
         line,
         *(
@@ -134,7 +149,7 @@ def conclude(found: Measurements) -> Certificate:
             for each, ratios in found.loads.items()
         ),
         f"{verdict}; recommended: width {width}" + (f", at most {cap} requests at once" if cap else ""),
-        f"wrong: {'; '.join(found.wrong) or 'nothing was found'}",
+        f"wrong: {'; '.join(found.wrong) or 'nothing was found' + sound}",
         f"not tested: {'; '.join(untested) or 'nothing was left out'}",
     ]
     told = [point["acceptance"]["survival"] or [] for point in found.points if point["variant"] == found.whole]

@@ -99,7 +99,7 @@ def test_the_six_lines_of_an_accepted_deployment() -> None:
         "1.00\N{MULTIPLICATION SIGN} (0.90 to 1.10) at 8: no difference shown",
         "accepted; recommended: width auto, at most 8 requests at once",
         "wrong: nothing was found",
-        "not tested: auto at 32 users; min-p 0.5 (HTTP 400)",
+        "not tested: auto at 32 users; min-p 0.5",
     ]
     assert found.start == {"DFLASH_SERVE_SURVIVAL": "0.6000,0.3000"}
 
@@ -116,6 +116,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "damaged drafter": ({"length": 1.1}, "refused", "wrong: acceptance length 1.10, 2.10 published (chat, its card)"),
     "doctor": ({"length": 1.1, "doctor": ILL}, "refused", "doctor: a fault: *stale context*"),
     "slow, unpublished": ({"expected": None, "doctor": ILL}, "refused", "wrong: doctor: a fault"),
+    "hard prompts": (
+        {"length": 1.1, "doctor": {"verdict": "could not tell", "server": "healthy", "sentences": ["healthy"]}},
+        "accepted",
+        "wrong: nothing was found (acceptance length 1.10, 2.10 published (chat, its card); the server",
+    ),
     "healthy": ({"doctor": {"verdict": "healthy", "sentences": ["healthy"]}}, "accepted", "wrong: nothing"),
 }
 
