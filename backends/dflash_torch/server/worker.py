@@ -160,11 +160,9 @@ class ResponseStream:
         self._on_cancel = on_cancel
         self.answers: list[Answer] = []  # all answers of the HTTP request; the stream ends with the last of them
         self.items: asyncio.Queue[Chunk | ApiError] = asyncio.Queue()
-        self.cancelled = False
 
     def cancel(self) -> None:
         """Frees the cache entries of all answers before the next step. Harmless after their end."""
-        self.cancelled = True
         for answer in self.answers:
             answer.cancelled = True
         self._on_cancel()
