@@ -263,7 +263,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         trainer.keep_best(trainer.progress.step, trainer.validate())
     best = trainer.progress.best
     folder, config = output / DRAFTER, trainer.drafter.config
-    weights = trainer.best or trainer.published.state_dict()
+    weights = trainer.best or trainer.drafter.state_dict()
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
     if trainer.loss.kept is not None and takes_hot_tokens(config):

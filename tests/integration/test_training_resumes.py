@@ -55,8 +55,6 @@ EVERYTHING: Mapping[str, object] = {
     "optimizer": "muon",
     "reduced_vocabulary": True,
     "seen_at_least": 2,
-    "ema": 0.9,
-    "feature_cache_gib": 0.01,
     "short_blocks": {"block_size": 3, "until": 0.4},
 }
 
@@ -85,8 +83,6 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     assert second.progress.step == whole.progress.step == STEPS
     for name, expected in weights(whole).items():
         assert torch.equal(weights(second)[name], expected), name
-    averaged = whole.published.state_dict()
-    assert all(torch.equal(tensor, averaged[name]) for name, tensor in second.published.state_dict().items())
 
 
 def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
