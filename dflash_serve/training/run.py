@@ -107,16 +107,16 @@ def run(
         model = recipe.target
         target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
         trainer = new_trainer(recipe, target, manifest, output, processes)
-        if not train(trainer, console, resume=resume, finished=finished):
+        done = train(trainer, console, resume=resume, finished=finished)
+        if not done:
             console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
-            return False
-        if processes.first:
+        elif processes.first:
             publish(trainer, manifest, started)
             best = trainer.progress.best
             of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
             console.print(f"drafter: {output / DRAFTER}{of}")
-        processes.wait()
-    return True
+        processes.wait()  # torchrun ends all of them once one has exited with an error, and the first one writes
+    return done
 
 
 def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -> bool:
