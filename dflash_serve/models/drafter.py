@@ -49,8 +49,6 @@ from dflash_serve.models.layers import (
 if TYPE_CHECKING:
     from dflash_serve.models.compiled.operators import CompiledAttention
 
-FORBIDDEN = float("-inf")
-
 Head = Callable[[Tensor], Tensor]
 """Hidden rows [rows, H] -> logits [rows, vocabulary], by the target's head or the drafter's own."""
 
@@ -344,7 +342,7 @@ class Walk:
             scores = scores + bias
         if allowed is not None:
             draftable = allowed if drafter.token_ids is None else allowed[drafter.token_ids]  # bool [Vd]
-            scores = scores.masked_fill(~draftable, FORBIDDEN)
+            scores = scores.masked_fill(~draftable, -torch.inf)
         if drafter.candidate_selector is not None:
             return drafter.candidate_selector.best(scores, previous, hidden)
         return drafter.target_ids(scores.argmax(dim=-1))

@@ -86,10 +86,9 @@ class KVCache:
         return cls(**shape, entries=entries, capacity=capacity, dtype=dtype, device=device)
 
     def empty_twin(self) -> KVCache:
-        """Another cache of this shape, with undefined contents."""
+        """Another cache of this shape, all zeros."""
         made = copy(self)
-        shape, dtype, device = self.keys.shape, self.keys.dtype, self.keys.device
-        made.keys, made.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        made.keys, made.values = torch.zeros_like(self.keys), torch.zeros_like(self.values)
         return made
 
     def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:

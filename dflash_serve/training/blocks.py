@@ -278,12 +278,6 @@ def _flex_mask(anchors: Tensor, positions: Tensor, context: int, size: int, kind
     return visible
 
 
-def context_rows(features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """The first `count` rows of each sequence, zeros behind its end (which no block sees): [sum of counts, F*H]."""
-    pieces = [F.pad(f[:count], (0, 0, 0, max(0, count - len(f)))) for f, count in zip(features, counts, strict=True)]
-    return torch.cat(pieces)
-
-
 def compiled_flex(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Flex | None:
     """FlexAttention, once a trial forward and backward succeeded; None = plain products attend, as a log line says."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -349,8 +343,9 @@ class SlotForward:
         # Rounded weights rather than autocast: that keeps the norms in fp32 and casts at every border between the two,
         # which on a CPU costs as much as the products.
         rounded = {name: weight.to(self.dtype) for name, weight in self.backbone.named_parameters()}
-        rows = context_rows(features, blocks.contexts).to(self.dtype)
-        hidden: Tensor = functional_call(self.backbone, rounded, (blocks, rows))
+        pairs = zip(features, blocks.contexts, strict=True)  # zeros behind a sequence's end, which no block sees
+        rows = torch.cat([F.pad(f[:count], (0, 0, 0, max(0, count - len(f)))) for f, count in pairs])
+        hidden: Tensor = functional_call(self.backbone, rounded, (blocks, rows.to(self.dtype)))
         hidden = hidden.view(len(blocks.anchors), blocks.block_size, -1)[:, self.drafter.config.first_row :]
         markov, confidence = self.drafter.markov_head, self.drafter.confidence_head
         previous = torch.cat([blocks.anchor_ids[:, None], blocks.targets[:, :-1]], dim=1)

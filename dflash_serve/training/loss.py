@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dflash_serve.training.blocks import Compiled, Labels, Predictions
 from dflash_serve.training.parallel import ALONE, Processes
@@ -110,9 +109,25 @@ class SlotLoss:
 
         The confidence head has a loss of its own (`confidence_loss`).
         """
-        bias = self._kept_rows(predictions.bias)
-        loss, *scores = _SlotLoss.apply(predictions.hidden, predictions.latent, bias, labels, self)  # type: ignore[no-untyped-call]
-        return loss, SlotScores(*scores)
+        hidden, latent, bias = predictions.hidden, predictions.latent, self._kept_rows(predictions.bias)
+        found, values, whole_bias = list[SlotScores](), list[Tensor](), _leaf(bias)
+        slopes: tuple[list[Tensor], list[Tensor]] = [], []
+        for own, at, part in self.parts(labels):
+            leaves = _leaf(hidden[own]), _leaf(_rows(latent, own))
+            value, scores = self.descend(*leaves, whole_bias, at, part)
+            found.append(scores)
+            values.append(value)
+            for slope, leaf in zip(slopes, leaves, strict=True):
+                slope += [] if leaf is None or leaf.grad is None else [leaf.grad]
+        scores, loss = joined(found), torch.stack(values).sum()
+        total = self.processes.total(scores.weights.sum()).clamp(min=1e-9)  # no slot of the step may count
+        of_bias = [] if whole_bias is None or whole_bias.grad is None else [whole_bias.grad]
+        # The gradient of sum(x * slope) in x is the slope; its own value is taken away again.
+        for x, slope in zip((hidden, latent, bias), (*slopes, of_bias), strict=True):
+            if x is not None and slope:
+                known = (x * torch.cat(slope)).sum(dtype=loss.dtype)
+                loss = loss + (known - known.detach())
+        return loss / total, scores
 
     def knows(self, targets: Tensor) -> Tensor:
         """True for tokens, on the CPU, that the softmax runs over; slots of other tokens must not be valid."""
@@ -183,38 +198,6 @@ class SlotLoss:
             return value.detach(), scores
 
         return self.compiled.run(both)
-
-
-class _SlotLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, latent: Tensor | None, bias: Tensor | None, labels: Labels, loss: SlotLoss
-    ) -> tuple[Tensor | None, ...]:
-        found, values, of_hidden = [], [], []
-        of_latent = list[Tensor]()
-        whole_bias = _leaf(bias)
-        for own, at, part in loss.parts(labels):
-            rows, latents = hidden[own].detach().requires_grad_(), _leaf(_rows(latent, own))
-            value, scores = loss.descend(rows, latents, whole_bias, at, part)
-            assert rows.grad is not None
-            found.append(scores)
-            values.append(value)
-            of_hidden.append(rows.grad)
-            if latents is not None and latents.grad is not None:
-                of_latent.append(latents.grad)
-        scores = joined(found)
-        total = loss.processes.total(scores.weights.sum()).clamp(min=1e-9)  # no slot of the step may count
-        gradients = (torch.cat(of_hidden), None if latent is None else torch.cat(of_latent))
-        ctx.save_for_backward(total, *gradients, None if whole_bias is None else whole_bias.grad)
-        ctx.mark_non_differentiable(*(each for each in scores if each is not None))
-        return torch.stack(values).sum() / total, *scores
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        total, *gradients = ctx.saved_tensors
-        scale = grad_loss / total
-        return *(None if each is None else each * scale.to(each.dtype) for each in gradients), None, None
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:

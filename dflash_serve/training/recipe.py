@@ -22,6 +22,8 @@ GONE = {
     "data.answers.slots": "is called `max_batch_size` now",
     "data.answers.keep_features": "is gone: features are computed while training; leave it out",
     "training.soft_loss": "is gone: `soft_labels` is the share of `tv`; leave it out",
+    "training.ema": "is gone: the best held-out step is written; leave it out",
+    "training.feature_cache_gib": "is gone: features are computed while training; leave it out",
 }
 """Keys of earlier versions, and what replaces them."""
 
@@ -167,12 +169,8 @@ class TrainingSection(Frozen):
     seen_at_least: PositiveInt = 1
     """A reduced vocabulary leaves out tokens that occur fewer times in the data: they are neither predicted nor learnt
     to be avoided."""
-    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of an average of the weights, which is then validated and saved; None = no average."""
     bf16: bool = True
     """Compute in bf16 over fp32 weights; never fp16, features reach 25,000."""
-    feature_cache_gib: Annotated[float, Field(ge=0)] = 0.0
-    """Memory for context features kept between epochs; 0 = computed anew each time."""
     checkpoint_minutes: Positive = 5.0
     validate_every: PositiveInt = 200
     log_every: PositiveInt = 20

@@ -107,16 +107,16 @@ def run(
         model = recipe.target
         target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
         trainer = new_trainer(recipe, target, manifest, output, processes)
-        if not train(trainer, console, resume=resume, finished=finished):
+        done = train(trainer, console, resume=resume, finished=finished)
+        if not done:
             console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
-            return False
-        if processes.first:
+        elif processes.first:
             publish(trainer, manifest, started)
             best = trainer.progress.best
             of = "" if best is None else f" (step {best.step}, the best on held-out answers)"
             console.print(f"drafter: {output / DRAFTER}{of}")
-        processes.wait()
-    return True
+        processes.wait()  # torchrun ends all of them once one has exited with an error, and the first one writes
+    return done
 
 
 def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -> bool:
@@ -263,7 +263,7 @@ def publish(trainer: Trainer, manifest: DataManifest, started: str) -> None:
         trainer.keep_best(trainer.progress.step, trainer.validate())
     best = trainer.progress.best
     folder, config = output / DRAFTER, trainer.drafter.config
-    weights = trainer.best or trainer.published.state_dict()
+    weights = trainer.best or trainer.drafter.state_dict()
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     write_drafter(folder, config, tensors, dialect=dialect_of(config), overwrite=True)
     if trainer.loss.kept is not None and takes_hot_tokens(config):

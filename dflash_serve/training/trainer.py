@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.documents import DATA, read_bytes
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import ResultFolders, difference, digest
@@ -141,74 +139,6 @@ def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
 
 
 @torch.no_grad()
-def held_out_scores(
-    answers: Sequence[Example], teacher: Teacher, config: DrafterConfig, forward: SlotForward, loss: SlotLoss
-) -> Scores:
-    """Scores of the drafter that `forward` runs, every position of every answer an anchor.
-
-    Args:
-        loss: over the target's whole head, so that a reduced vocabulary does not flatter the scores.
-    """
-    target, device = teacher.target, teacher.target.embedding.device
-    valid, counts, slots, confidence = list[Tensor](), list[int](), list[SlotScores](), list[Tensor]()
-    for first in range(0, len(answers), ANSWERS_AT_ONCE):
-        part = answers[first : first + ANSWERS_AT_ONCE]
-        sequences = [answer.tokens.to(torch.int64) for answer in part]
-        anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1) for a in part]
-        blocks = lay_out(sequences, anchors, config.block_size, config.rows()).to(device)
-        own = [tokens.to(device) for tokens in sequences]
-        features, labels = teacher(blocks, target_features(target, own, teacher.layer_ids))
-        predictions = forward(blocks, features)
-        valid.append(blocks.valid)
-        counts += blocks.counts
-        slots.append(loss.scores(predictions, labels))
-        if predictions.confidence is not None:
-            confidence.append(predictions.confidence)
-    return Scores.of(torch.cat(valid), counts, joined(slots), torch.cat(confidence) if confidence else None)
-
-
-class Features:
-    """Context features of the training sequences by index, computed when asked for; the first ones are kept.
-
-    Args:
-        cache_gib: memory for kept features.
-    """
-
-    def __init__(
-        self, target: TargetModel, answers: Sequence[Example], layer_ids: Sequence[int], cache_gib: float
-    ) -> None:
-        self.target, self.answers, self.layer_ids = target, answers, tuple(layer_ids)
-        row = len(layer_ids) * target.config.hidden_size
-        wanted = sum(len(answer.tokens) for answer in answers)
-        rows = min(wanted, int(cache_gib * 2**30) // (row * target.embedding.element_size()))
-        # One block of memory: thousands of pieces kept among what every step takes and frees would slow malloc down.
-        self.room = torch.empty(rows, row, dtype=target.embedding.dtype, device=target.embedding.device)
-        self.used = 0
-        self.kept: dict[int, Tensor] = {}
-
-    def token_ids(self, index: int) -> Tensor:
-        """int64 [length] on the target's device."""
-        return self.answers[index].tokens.to(self.target.embedding.device, torch.int64)
-
-    def of(self, indexes: Sequence[int]) -> list[Tensor]:
-        """One [length, F*H] a sequence, in the target's dtype."""
-        fresh = self._compute([index for index in dict.fromkeys(indexes) if index not in self.kept])
-        return [fresh[index] if index in fresh else self.kept[index] for index in indexes]
-
-    def _compute(self, indexes: Sequence[int]) -> dict[int, Tensor]:
-        if not indexes:
-            return {}
-        sequences = [self.token_ids(index) for index in indexes]
-        fresh = dict(zip(indexes, target_features(self.target, sequences, self.layer_ids), strict=True))
-        for index, features in fresh.items():
-            end = self.used + len(features)
-            if end <= len(self.room):
-                self.kept[index] = self.room[self.used : end].copy_(features)
-                self.used = end
-        return fresh
-
-
-@torch.no_grad()
 def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
     """Computes the context features of whole sequences in the target's dtype.
 
@@ -251,10 +181,10 @@ class Trainer:
             raise UserError(what, where="training.sequences", do="give the recipe more, or start fewer processes")
         self.processes = processes
         self.recipe, self.settings = recipe, recipe.training
-        self.target, self.drafter, self.validation, self.output = target, drafter, validation, output
+        self.target, self.drafter, self.output = target, drafter, output
+        self.training, self.validation = training, validation
         self.head = target.get_parameter("head.weight").detach()
         self.teacher = Teacher(target, drafter.config, soft=self.settings.soft_labels > 0)
-        self.features = Features(target, training, self.teacher.layer_ids, self.settings.feature_cache_gib)
         dtype = torch.bfloat16 if self.settings.bf16 else torch.float32
         self.forward = SlotForward(drafter, target.embedding, dtype=dtype)
         alpha = self.settings.dpace_alpha if self.settings.weighting == "dpace" else None
@@ -264,12 +194,6 @@ class Trainer:
             kept = seen_vocabulary(training, self.settings.seen_at_least).to(self.head.device)
             self.loss = SlotLoss(self.head, weighting, soft=soft, kept=kept, processes=processes)
         self.optimizer = Optimizer(drafter, self.settings)
-        self.average: AveragedModel | None = None  # smooths the last steps' noise away
-        self.published, self.published_forward = drafter, self.forward  # of the weights to be validated and written
-        if self.settings.ema is not None:
-            self.average = AveragedModel(drafter, multi_avg_fn=get_ema_multi_avg_fn(self.settings.ema))
-            self.published = cast("Drafter", self.average.module)
-            self.published_forward = SlotForward(self.published, target.embedding, dtype=dtype)
         self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
@@ -329,8 +253,6 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
         lr = learning_rate(self.fraction, self.settings)
         self.optimizer.step(lr)
-        if self.average is not None:
-            self.average.update_parameters(self.drafter)
         return blocks, scores, (lr, loss.detach(), of_confidence, norm)
 
     def _step(self) -> Tick:
@@ -359,7 +281,7 @@ class Trainer:
         )
 
     def _blocks(self, step: int) -> tuple[Blocks, list[Tensor]]:  # a function of seed, step and budget alone
-        seed, answers = self.recipe.seed, self.features.answers
+        seed, answers = self.recipe.seed, self.training
         indexes, anchors = [], []
         chosen = step_sequences(seed, step, len(answers), self.settings.sequences)
         for epoch, index in chosen[self.processes.rank :: self.processes.count]:
@@ -371,16 +293,33 @@ class Trainer:
         size = config.block_size if short is None or self.fraction >= short.until else short.block_size
         blocks = lay_out(sequences, anchors, size, config.rows(size))
         blocks = replace(blocks, valid=blocks.valid & self.loss.knows(blocks.targets)).to(self.head.device)
-        return blocks, self.features.of(indexes)
+        return blocks, self._features(sequences)
 
+    def _features(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        own = [tokens.to(self.head.device) for tokens in sequences]
+        return target_features(self.target, own, self.teacher.layer_ids)
+
+    @torch.no_grad()
     def validate(self) -> Scores:
-        """Scores of the weights to be published, on all held-out answers."""
-        return held_out_scores(
-            self.validation, self.teacher, self.drafter.config, self.published_forward, self.whole_loss
-        )
+        """Scores on held-out answers by the whole head, every position an anchor."""
+        config, device = self.drafter.config, self.head.device
+        valid, counts, slots, confidence = list[Tensor](), list[int](), list[SlotScores](), list[Tensor]()
+        for first in range(0, len(self.validation), ANSWERS_AT_ONCE):
+            part = self.validation[first : first + ANSWERS_AT_ONCE]
+            sequences = [answer.tokens.to(torch.int64) for answer in part]
+            anchors = [torch.arange(a.prompt_length, len(a.tokens) - 1) for a in part]
+            blocks = lay_out(sequences, anchors, config.block_size, config.rows()).to(device)
+            features, labels = self.teacher(blocks, self._features(sequences))
+            predictions = self.forward(blocks, features)
+            valid.append(blocks.valid)
+            counts += blocks.counts
+            slots.append(self.whole_loss.scores(predictions, labels))
+            if predictions.confidence is not None:
+                confidence.append(predictions.confidence)
+        return Scores.of(torch.cat(valid), counts, joined(slots), torch.cat(confidence) if confidence else None)
 
     def keep_best(self, step: int, scores: Scores) -> None:
-        """Keeps the weights to be published if they score better than those of every earlier step."""
+        """Keeps the weights if they score better than those of every earlier step."""
         before = self.progress.best
         if math.isnan(scores.replayed_tau):  # no held-out answer is as long as a block
             return
@@ -388,15 +327,13 @@ class Trainer:
             return
         best = Best(step=step, replayed_tau=scores.replayed_tau, scores=scores.as_json())
         self.progress = self.progress.model_copy(update={"best": best})
-        self.best = {name: weight.detach().cpu().clone() for name, weight in self.published.state_dict().items()}
+        self.best = {name: weight.detach().cpu().clone() for name, weight in self.drafter.state_dict().items()}
 
     def save(self) -> None:
         """Replaces the run's checkpoint, in the first process; a kill at any moment leaves the old or the new one."""
         if not self.processes.first:
             return
         groups = {"drafter": self.drafter.state_dict(), "optimizer": self.optimizer.tensors(), "best": self.best}
-        if self.average is not None:
-            groups["average"] = self.average.state_dict()
         with self.checkpoints.put(CHECKPOINT, digest(self.progress.made_by)) as scratch:
             for name, tensors in groups.items():
                 own = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
@@ -417,8 +354,6 @@ class Trainer:
             groups = {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
             self.drafter.load_state_dict(groups["drafter"])
             self.optimizer.load_tensors(groups["optimizer"])
-            if self.average is not None:
-                self.average.load_state_dict(groups["average"])
             self.best = groups["best"]
         except (OSError, UserError, ValidationError, SafetensorError, KeyError, RuntimeError) as error:
             what = f"cannot be read ({str(error).splitlines()[0]})"

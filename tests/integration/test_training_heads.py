@@ -90,7 +90,7 @@ def scored(asked: Recipe, output: Path, state: Mapping[str, torch.Tensor], head:
     began = trainer.drafter.state_dict()  # its heads are idle
     idle = {name: began[name] for name in state if head and any(part in name for part in WITHOUT[head])}
     trainer.drafter.load_state_dict({**state, **idle})
-    trainer.validation = trainer.features.answers
+    trainer.validation = trainer.training
     return trainer.validate()
 
 

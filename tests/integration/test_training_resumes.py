@@ -55,8 +55,6 @@ EVERYTHING: Mapping[str, object] = {
     "optimizer": "muon",
     "reduced_vocabulary": True,
     "seen_at_least": 2,
-    "ema": 0.9,
-    "feature_cache_gib": 0.01,
     "short_blocks": {"block_size": 3, "until": 0.4},
 }
 
@@ -85,8 +83,6 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(
     assert second.progress.step == whole.progress.step == STEPS
     for name, expected in weights(whole).items():
         assert torch.equal(weights(second)[name], expected), name
-    averaged = whole.published.state_dict()
-    assert all(torch.equal(tensor, averaged[name]) for name, tensor in second.published.state_dict().items())
 
 
 def test_a_run_leaves_a_drafter_a_log_and_its_provenance(target: str, prompts: Path, tmp_path: Path) -> None:
@@ -223,18 +219,46 @@ def test_blocks_are_short_for_the_first_part_of_the_budget(target: str, prompts:
     assert slots == [[True, True, False]] * (STEPS // 2) + [[True, True, True]] * (STEPS // 2)
 
 
-def test_two_processes_answer_and_train_as_one_does(target: str, prompts: Path, tmp_path: Path) -> None:
+STOPPED = """
+import os, signal
+from dflash_serve.cli.main import app
+from dflash_serve.training.run import Display
+
+def stop(self, tick, show=Display.__call__):
+    show(self, tick)
+    if tick.step == 6 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+Display.__call__ = stop
+app()
+"""
+"""`dflash-serve`, whose second process is asked to stop at step 6."""
+
+
+def test_two_processes_that_were_stopped_in_between_answer_and_train_as_one_does(
+    target: str, prompts: Path, tmp_path: Path
+) -> None:
     """Real torchrun, gloo: each answers half of the prompts and trains on half of every step's sequences."""
     heads = {**DSPARK, "markov": None, "confidence": {"with_markov": False}, "slots": "fill-in"}
     settings = tiny_recipe(target, prompts, heads, sequences=4, bf16=False, soft_labels=0.5, reduced_vocabulary=True)
-    file = tmp_path / "recipe.yaml"
+    file, script = tmp_path / "recipe.yaml", tmp_path / "stopped.py"
     file.write_text(settings.model_dump_json())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    train = [str(Path(sys.executable).with_name("dflash-serve")), "train", str(file), "--device", "cpu", "--output"]
-    done = subprocess.run([*torchrun, *train, str(tmp_path / "two")], timeout=240, capture_output=True, text=True)
+    script.write_text(STOPPED)
+
+    def torchrun(*program: str) -> tuple[int, str]:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+        argv += ["train", str(file), "--device", "cpu", "--output", str(tmp_path / "two"), "--resume"]
+        done = subprocess.run(argv, timeout=240, capture_output=True, text=True)
+        return done.returncode, " ".join(done.stderr.split())
+
+    code, said = torchrun(str(script))
+    assert code != 0
+    assert "stopped at step 6; go on with --resume" in said
+    code, said = torchrun("--no-python", str(Path(sys.executable).with_name("dflash-serve")))
+    assert "resumed at step 6" in said
     # gloo aborted a process at its exit once in some fifty runs, after everything was written; not understood.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
-    assert done.stderr.count("drafter: ") == 1, "one process speaks"
+    assert code == 0 or "terminate called without an active exception" in said, said
+    assert said.count("drafter: ") == 1, "one process speaks"
     run(settings, tmp_path / "one")
     one, two = ((tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
     figures = ("step", "lr", "loss", "confidence_loss", "gradient_norm", "simulated_tau")

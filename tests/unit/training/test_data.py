@@ -39,6 +39,7 @@ from dflash_serve.training.shards import (
 )
 from dflash_serve.training.trainer import target_features
 from dflash_torch.model_runner import TargetRunner
+from tests.support.recipes import tiny_recipe
 
 TEXTS = [f"the quick brown fox {i}" for i in range(12)]
 SECRET = "the lazy dog, an exam question"
@@ -53,19 +54,13 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
-    sources = [
-        {"kind": "file", "name": "foxes", "path": prompts},
-        {"kind": "synthesised", "name": "own", "count": 3, "openers": ["fox", ""], "max_new_tokens": 12},
-    ]
-    settings = {"max_batch_size": 4, "max_new_tokens": 10, "shard_size": 5, **answering}
-    return Recipe.model_validate(
-        {
-            "target": {"model": str(target)},
-            "data": {"prompts": sources, "exclude": [str(prompts.parent / "exam.jsonl")], "answers": settings},
-            "drafter": {"mask_token_id": 3},
-            "training": {"steps": 1},
-        }
-    )
+    """Prompts of a file, and three that the target makes up."""
+    fields = tiny_recipe(str(target), prompts).model_dump()
+    own = {"kind": "synthesised", "name": "own", "count": 3, "openers": ["fox", ""], "max_new_tokens": 12}
+    sources = [*fields["data"]["prompts"], own]
+    fields["data"] |= {"prompts": sources, "exclude": [str(prompts.parent / "exam.jsonl")]}
+    fields["data"]["answers"] |= {"max_batch_size": 4, "max_new_tokens": 10, "shard_size": 5, **answering}
+    return Recipe.model_validate(fields)
 
 
 def make(settings: Recipe, folder: Path) -> DataManifest:

@@ -52,6 +52,8 @@ def test_variables_come_from_the_environment(tmp_path: Path) -> None:
         (("drafter:", "  answers: {keep_features: true}\ndrafter:"), "`keep_features` is gone"),
         (("drafter:", "  texts: []\ndrafter:"), "`texts` is gone: .*give more prompts"),
         (("steps: 10", "steps: 10, soft_loss: lk"), "`soft_loss` is gone: `soft_labels` is the share of `tv`"),
+        (("steps: 10", "steps: 10, ema: 0.9"), "`ema` is gone: the best held-out step is written"),
+        (("steps: 10", "steps: 10, feature_cache_gib: 1"), "`feature_cache_gib` is gone"),
         (("kind: file", "kind: magic"), "magic"),
         (("mask_token_id: 16", "mask_token_id: -1"), "drafter.mask_token_id"),
         (("training: {steps: 10}", "training: {steps: 10"), "not valid YAML"),
