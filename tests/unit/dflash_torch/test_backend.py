@@ -66,7 +66,7 @@ def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(
 ) -> None:
     config = json.loads((folders[0] / "config.json").read_text()) | {"model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
-    with pytest.raises(UserError, match=r"qwen3_moe.*another backend"):
+    with pytest.raises(UserError, match=r"qwen3_moe.*other backends"):
         backend.check(deployment((tmp_path, folders[1])))
 
 
