@@ -120,15 +120,18 @@ def ours(theirs: type, server_args: Any) -> type:
     from .results import RESULTS, watch
     from .worker import WidthWorker
 
+    strict = StrictLoad()
+
     def built(build: Callable[..., None], worker: Any, *args: Any, **kwargs: Any) -> None:
         build(worker, *args, **kwargs)
+        strict.is_built = True
         watch(worker)
 
     _apply(
         {
             ROW_HEADROOM: room_for_a_step,
             MAMBA: in_rows_of_the_buffer,
-            LOAD_WEIGHTS: StrictLoad(),
+            LOAD_WEIGHTS: strict,
             RESULT: RESULTS.on_result,
             QUEUE: guarded,
             TARGET_PROBS: with_min_p,

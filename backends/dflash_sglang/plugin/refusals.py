@@ -92,8 +92,9 @@ class StrictLoad:
     """
 
     def __init__(self) -> None:
+        self.is_built = False  # the worker is: loads from now on are updates
         self._own: frozenset[str] | None = None
-        """Names of the tensors of the draft's checkpoint; None: nothing was loaded yet."""
+        """Names of the tensors of the draft's checkpoint; None: it was not loaded (`--load-format dummy`)."""
 
     def __call__(self, load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Loads, then accounts for every tensor.
@@ -101,9 +102,9 @@ class StrictLoad:
         Raises:
             ValueError: tensors are unknown or missing; the message names all of them.
         """
-        own = self._own
-        if own is not None:
-            return load(model, (one for one in weights if one[0] in own))
+        if self.is_built:
+            own = self._own
+            return load(model, (one for one in weights if own is None or one[0] in own))
         names: list[str] = []
 
         def noted() -> Iterator[tuple[str, Tensor]]:
