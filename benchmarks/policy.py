@@ -86,6 +86,8 @@ class Job:
     cell: Cell
     seeds: int
     constants: tuple[tuple[str, float], ...] = ()
+    own_time: bool = False
+    """The policy's own CPU time counts, as if nothing ran meanwhile."""
 
 
 def play(job: Job) -> Result:
@@ -94,7 +96,9 @@ def play(job: Job) -> Result:
     surface = cell.surface
 
     def mean(make: Make) -> Floats:
-        return np.asarray(np.mean([run(cell, make(seed), seed) for seed in range(seeds)], axis=0))
+        return np.asarray(
+            np.mean([run(cell, make(seed), seed, own_time=job.own_time) for seed in range(seeds)], axis=0)
+        )
 
     def cost(seed: int) -> CostModel:
         return surface.measured(cell.requests, np.random.default_rng(seed + 77))
@@ -122,6 +126,7 @@ def main(
     only: Annotated[str, typer.Option(help="Situations whose description has this in it.")] = "",
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
     workers: Annotated[int, typer.Option(help="Processes.")] = 2,
+    own_time: Annotated[bool, typer.Option(help="Add the CPU time that the policy takes on this machine.")] = False,
     sensitivity: Annotated[bool, typer.Option(help="Half and twice each constant of the policy.")] = False,
 ) -> None:
     """Play every situation."""
@@ -131,7 +136,7 @@ def main(
     with ProcessPoolExecutor(workers) as pool:
 
         def played(constants: tuple[tuple[str, float], ...] = ()) -> list[Result]:
-            jobs = [Job(cell, count, constants) for cell, count in zip(cells, runs, strict=True)]
+            jobs = [Job(cell, count, constants, own_time) for cell, count in zip(cells, runs, strict=True)]
             return list(track(pool.map(play, jobs), "situations", total=len(jobs), console=Console(stderr=True)))
 
         results = played()
