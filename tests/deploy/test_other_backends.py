@@ -12,7 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve import backend as registry
-from dflash_serve.backend import Command, EngineFacts, Probes
+from dflash_serve.backend import Command, EngineFacts, Preview, Probes
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
@@ -39,8 +40,17 @@ class Acme:
         server_flags=(),
     )
 
+    releases = "acme-serve 1"
+    untried = ()
+
     def check(self, deployment: Deployment) -> list[Problem]:
         return []
+
+    def head_problems(self, heads: Heads) -> list[Problem]:
+        return []
+
+    def preview(self, deployment: Deployment, folder: Path) -> Preview:
+        return Preview()
 
     def prepare(self, deployment: Deployment, folder: Path) -> None: ...
 
@@ -111,3 +121,11 @@ def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
         match=r"^--backend acme: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
     ):
         deploy(file, "helm")
+
+
+def test_what_a_package_for_another_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Acme, "preview")
+    with pytest.raises(
+        UserError, match="another dflash-serve: it lacks preview; install a newer release of the package"
+    ):
+        registry.server_backend("acme")
