@@ -387,10 +387,8 @@ def server_backend(name: str) -> ServerBackend:
     found = backend(name)
     if not isinstance(found, ServerBackend):
         if hasattr(found, "command"):
-            absent_names = [
-                one for one in ("preview", "head_problems", "releases", "untried") if not hasattr(found, one)
-            ]
-            what = f"its package was written for another dflash-serve: it lacks {', '.join(absent_names)}"
+            missing = [one for one in ("preview", "head_problems", "releases", "untried") if not hasattr(found, one)]
+            what = f"its package was written for another dflash-serve: it lacks {', '.join(missing)}"
             raise UserError(what, where=f"--backend {name}", do="install a newer release of the package")
         what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"
         raise UserError(what, where=f"--backend {name}", do=f"use another, such as --backend {EMBEDDED}")
