@@ -6,7 +6,7 @@ can run them one after the other. Every answer is kept in a store, so a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -51,6 +51,8 @@ CHAT_STREAMS = "chat streams ids"  # Name in the store; false: streamed question
 PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
 CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
 Place = tuple[Case, int, int]  # A case, the index of its question, a position in the answers
+Scoring = tuple[Question, list[Piece] | None]
+"""A question for one token, and the answer's tokens in its prompt; None: it has none, the whole answer is asked for."""
 Wanted = tuple[Case, int | None, Question]  # A case, the index of its question (None: a try), and the question
 Progress = Callable[[str, int], None]
 """Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
@@ -266,16 +268,12 @@ class Verification:
             for n, reply in subject.answers([one for one, _ in asked], top_logprobs=TOP) if asked else ():
                 scores[n] = ScoredAnswer.of(reply, missing[n][2], asked[n][1] or ())
         if side == WITHOUT:
-            self._spell(
-                subject, {n: missing[n] for n, score in scores.items() if score and asked[n][1] is not None}, scores
-            )
+            self._spell(subject, missing, asked, scores)
         for n, score in scores.items():
             self.store.put(_again(side, *missing[n][:2]), None if score is None else vars(score))
 
-    def _scoring(self, case: Case, index: int, position: int) -> tuple[Question, list[Piece] | None]:
-        """The question for the token at a position, and the tokens of the answer in its prompt; None: it has none, and
-        the whole answer is asked for.
-        """
+    def _scoring(self, case: Case, index: int, position: int) -> Scoring:
+        """The question for the token at a position."""
         prompt, params, _ = self._questions(WITHOUT, case)[index]
         answer, before = self._answers(WITHOUT, case)[index], None
         if answer.prompt_ids is not None and not params.penalised:  # penalties count the tokens of the answer alone
@@ -286,13 +284,15 @@ class Verification:
         changes = {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
         return Question(prompt, params.model_copy(update=changes)), before
 
-    def _spell(self, plain: Subject, places: Mapping[int, Place], scores: dict[int, ScoredAnswer | None]) -> None:
+    def _spell(
+        self, plain: Subject, places: Sequence[Place], asked: Sequence[Scoring], scores: dict[int, ScoredAnswer | None]
+    ) -> None:
         """Has the plain side spell the other side's token of each place: a bias makes it the next one."""
         wanted = list[tuple[int, int, Question]]()
-        for n, (case, index, position) in places.items():
+        for n, score in scores.items():
+            (case, index, position), (question, before) = places[n], asked[n]
             token = next(iter(self._answers(WITH, case)[index].pieces[position:]), None)
-            if isinstance(token, int):
-                question = self._scoring(case, index, position)[0]
+            if score is not None and before is not None and isinstance(token, int):
                 changes = {"logit_bias": {token: MAX_LOGIT_BIAS}, "min_tokens": 0, "stop_token_ids": ()}
                 wanted.append((n, token, question._replace(params=question.params.model_copy(update=changes))))
         with suppress(RefusedError):

@@ -176,8 +176,8 @@ class Nobody:
 def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> tuple[Store, Findings]:
     """A verification of a server against the one that does not speculate."""
     store = Store(None, {})
-    pair = two_servers(*(Endpoint(servers[one].ready.result().url, concurrency=CROWD) for one in (name, "plain")))
-    return store, Verification(plan, word_problems(VERIFIED), pair, store).run()
+    speculating, plain = (Endpoint(servers[one].ready.result().url, concurrency=CROWD) for one in (name, "plain"))
+    return store, Verification(plan, word_problems(VERIFIED), two_servers(speculating, plain), store).run()
 
 
 @pytest.mark.timeout(1500)

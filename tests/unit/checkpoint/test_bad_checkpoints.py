@@ -300,7 +300,7 @@ BAD_HEADS: list[tuple[str, Mapping[str, object], Mapping[str, object], str]] = [
         "no sample_from_anchor, and speculative_tokens [5] beside block_size 3 does not tell",
     ),
 ]  # fmt: skip
-"""The same of drafters with heads."""
+"""Faults of drafters with heads, in the form of the table above."""
 
 
 @pytest.mark.parametrize(
