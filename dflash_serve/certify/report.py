@@ -140,7 +140,7 @@ def conclude(found: Measurements) -> Certificate:
     # Reasons stand in the report alone, so that the line can be read.
     of_verify = (text.partition(" (")[0] for each in found.verifications.values() for text in each["findings"]["scope"])
     untested = dict.fromkeys([*found.not_tested, *of_verify])
-    sound = f" ({found.low_length}; the server and the checkpoint are sound)" if found.low_length else ""
+    sound = f" ({found.low_length}; the server accepts what the reference does)" if found.low_length else ""
     lines = [
         line,
         *(
