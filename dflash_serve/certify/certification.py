@@ -43,6 +43,10 @@ RUN_SECONDS = 15.0  # Intended length of one run of aiperf, whose own start take
 IN_FLIGHT = 16  # Requests in flight while answers are verified
 VERIFY_SHARE = 0.4  # Largest share of a pair's time for its verification
 FEWEST_PROMPTS = 8  # Fewest prompts of a verification, even if they take longer than its share
+CAPTURED = re.compile(r"(?i)captur.*graph|graph.*captur")
+LONGEST_LINE = (
+    300  # Characters; SGLang logs all of its arguments in one line of thousands, some of them with these words
+)
 SAMPLES = (1024, 512, 256, 128, FEWEST)
 SAMPLED_COST = 120
 """Tokens of time for one sample of every case, prompts included: see `verify.questions.SAMPLED`."""
@@ -181,7 +185,7 @@ class Certification:
                 start_seconds=round(time.monotonic() - start, 1),
                 gpu_mib=(before[0], query_gpus("memory.used")),
                 host_mib=host_mib() - before[1],
-                graphs=[line[-160:] for line in lines if re.search(r"(?i)captur.*graph|graph.*captur", line)][-1:],
+                graphs=[line[-160:] for line in lines if CAPTURED.search(line) and len(line) <= LONGEST_LINE][-1:],
                 context=Endpoint(url).context,
             )
             self._rate(url)

@@ -176,6 +176,10 @@ class TargetModel(nn.Module):
         kinds, heads = config.layers, config.num_attention_heads
         return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)
 
+    def norm_weight(self) -> Tensor:
+        """Factors of the final norm [H]."""
+        return self.norm.weight
+
     def layer_weights(self, index: int) -> dict[str, Tensor]:
         """Weights of a layer under z-lab's names, to initialise a drafter layer; only before `pack`."""
         layer, dim = self.layers[index], self.config.head_dim

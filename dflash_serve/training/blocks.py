@@ -24,6 +24,7 @@ from dflash_serve.models.target import TargetModel
 
 if TYPE_CHECKING:
     from dflash_serve.models.drafter_heads import MarkovHead
+    from dflash_serve.training.other_target import OtherTarget
 
 log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -398,7 +399,7 @@ class Teacher:
         soft: labels include the target's distributions, so its last layer's outputs are one more feature.
     """
 
-    def __init__(self, target: TargetModel, config: DrafterConfig, *, soft: bool) -> None:
+    def __init__(self, target: TargetModel | OtherTarget, config: DrafterConfig, *, soft: bool) -> None:
         self.target, self.soft, self.own = target, soft, config.feature_size
         self.layer_ids = config.target_layer_ids + ((target.config.num_layers - 1,) if soft else ())
 

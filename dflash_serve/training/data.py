@@ -1,8 +1,8 @@
-"""The training data: user turns, and the target's answers to them through any `Engine`.
+"""The training data: user turns, and the target's answers to them.
 
 User turns come from files, from datasets, or from the target itself; those that share words with an evaluation's are
 left out. A killed run goes on after its last shard (`shards`). Every answer depends on the recipe's seed and its prompt
-only, so a resumed run writes the same answers.
+only, so a resumed run writes the same answers (a server's as far as it computes the same again).
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_serve.backend import Conversation, Engine, Stream, embedded_backend
+from dflash_serve.backend import Conversation, Engine, embedded_backend
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import write_whole
@@ -31,6 +29,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.answers import AnswerServer, Completion, Request, ask
 from dflash_serve.training.parallel import ALONE, Processes
 from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Recipe, SynthesisedPrompts
 from dflash_serve.training.shards import (
@@ -52,8 +51,6 @@ WORD = re.compile(r"\w+")
 SHORTEST_ANSWER = 4  # tokens; an anchor and one to predict are the least that could be trained on
 SENTINEL = "@@USER@@"
 ATTEMPTS = 4  # sampled turns per kept one before a source ends with fewer than it was to give
-LONGEST_PERIOD, REPEATS, SHORTEST_TAIL = 24, 4, 24  # limits of a loop: see `repeated_tail`
-LOOP_CHECK_EVERY = 16
 Report = Callable[[str, int], None]  # called with the kind of data being made and how much of it there is
 
 
@@ -99,33 +96,16 @@ def _windows(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
         yield tuple(words[first : first + length])
 
 
-@dataclass(frozen=True)
-class Request:
-    """A prompt to continue."""
-
-    index: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass
-class Completion:
-    """A continued prompt. `ended`: by a stop token (kept, the last one); `looped`: cut because it repeated itself."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-    looped: bool = False
-
-
-def answer_engine(recipe: Recipe, device: str) -> Engine:
-    """The target without a drafter, in bfloat16, with room for `max_batch_size` of the recipe's answers.
+def answer_engine(recipe: Recipe, device: str) -> Engine | AnswerServer:
+    """The recipe's server, or the target on the embedded engine, in bfloat16, with room for `max_batch_size` answers.
 
     Raises:
         UserError: the embedded backend is not installed, or does not run the target.
     """
     model, answers = recipe.target, recipe.data.answers
     tokenizer = load_tokenizer(model.model, model.revision)
+    if answers.server is not None:
+        return AnswerServer(answers.server, tokenizer, answers.max_batch_size)
     room = [answers.max_prompt_tokens + answers.max_new_tokens]
     for source in recipe.data.prompts:
         if isinstance(source, SynthesisedPrompts):
@@ -142,7 +122,7 @@ def answer_engine(recipe: Recipe, device: str) -> Engine:
 
 def make_data(
     recipe: Recipe,
-    open_engine: Callable[[], Engine],
+    open_engine: Callable[[], Engine | AnswerServer],
     folder: Path,
     report: Report,
     processes: Processes = ALONE,
@@ -158,7 +138,7 @@ def make_data(
     """
     folder.mkdir(parents=True, exist_ok=True)
     minutes = recipe.data.answers.max_minutes
-    answers = recipe.data.answers.model_copy(update={"max_minutes": None})
+    answers = recipe.data.answers.model_copy(update={"max_minutes": None, "server": None})
     data = recipe.data.model_copy(update={"answers": answers})
     wanted = digest([recipe.target.model_dump(mode="json"), data.model_dump(mode="json"), recipe.seed])
     with processes.first_ahead():
@@ -191,7 +171,7 @@ def make_data(
 
 
 def gather_prompts(
-    recipe: Recipe, engine: Engine, folder: Path, excluded: Excluded, report: Report
+    recipe: Recipe, engine: Engine | AnswerServer, folder: Path, excluded: Excluded, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     texts: dict[str, None] = {}
@@ -224,56 +204,8 @@ def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
     return list(dict.fromkeys(chosen))[: source.count]
 
 
-def ask(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
-    """Completions as they end, with up to `at_once` requests in the engine; one that repeats itself is cut."""
-    running: list[tuple[Stream, Completion]] = []  # a stream each, so that one answer can be ended early
-    while True:
-        # Refilled some at a time: a prefill of one prompt costs nearly as much as one of many.
-        if len(running) <= at_once - max(1, at_once // 16):
-            for request in islice(requests, at_once - len(running)):
-                running.append((engine.stream([request.prompt], [request.params]), Completion(request)))
-        if not running:
-            return
-        going = []
-        for stream, completion in running:
-            if _goes_on(stream, completion):
-                going.append((stream, completion))
-            else:
-                stream.close()
-                yield completion
-        running = going
-
-
-def repeated_tail(tokens: Sequence[int]) -> int:
-    """The shortest period n <= 24 with which the tail repeats, 0 if it does not.
-
-    The rule: the last max(4n, 24) tokens are one n-gram over and over, i.e. each equals the token n before it.
-    """
-    for period in range(1, LONGEST_PERIOD + 1):
-        tail = max(REPEATS * period, SHORTEST_TAIL)
-        if len(tokens) < tail:
-            continue
-        last = tokens[-tail:]
-        if last[period:] == last[:-period]:
-            return period
-    return 0
-
-
-def _goes_on(stream: Stream, completion: Completion) -> bool:  # False when the answer is complete
-    chunk, tokens = next(stream), completion.tokens
-    before = len(tokens)
-    tokens += chunk.token_ids
-    if chunk.finish_reason is not None:
-        completion.ended = chunk.finish_reason == "stop"
-        return False
-    if before // LOOP_CHECK_EVERY != len(tokens) // LOOP_CHECK_EVERY and (period := repeated_tail(tokens)):
-        completion.looped = True
-        del tokens[len(tokens) - 2 * period :]
-    return not completion.looped
-
-
 def _synthesised(
-    source: SynthesisedPrompts, engine: Engine, at_once: int, seeds: tuple[int, int], report: Report
+    source: SynthesisedPrompts, engine: Engine | AnswerServer, at_once: int, seeds: tuple[int, int], report: Report
 ) -> list[str]:
     """Samples user turns; drops those that are cut at the limit, say nothing or repeat another."""
     starts, stop_ids = _user_turns(engine.tokenizer, source.openers)

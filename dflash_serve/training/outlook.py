@@ -17,21 +17,24 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.source import local_folder, target_source
-from dflash_serve.checkpoint.target_config import TargetConfig, read_target_config
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Flex
 from dflash_serve.training.data import written_prompts
+from dflash_serve.training.other_target import OtherTarget, empty_other_target, is_other, read_sizes
 from dflash_serve.training.parallel import Processes
 from dflash_serve.training.recipe import FilePrompts, Recipe
-from dflash_serve.training.run import check_drafter, drafter_config
+from dflash_serve.training.run import check_recipe
 from dflash_serve.training.shards import Example
 from dflash_serve.training.trainer import Trainer
 
 GB = 1e9
+SUSTAINED = 0.4 * 2.25e15  # operations/s: the share of a B200's dense bf16 peak that a well-fed training reaches
 CONFIGURATION = ["config.json", "generation_config.json"]
 
 
@@ -66,13 +69,12 @@ def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
         UserError: the target's configuration cannot be read, or the recipe does not fit it.
     """
     model, answers, training = recipe.target, recipe.data.answers, recipe.training
-    target = read_target_config(local_folder(target_source(model.model), model.revision, files=CONFIGURATION))
-    check_drafter(recipe.drafter, target)
-    config = drafter_config(recipe.drafter, target)
+    folder = local_folder(target_source(model.model), model.revision, files=CONFIGURATION)
+    target, config = read_sizes(folder), check_recipe(recipe, folder)
     per_token = 2 * 2 * target.num_layers * target.num_key_value_heads * target.head_dim
     longest = answers.max_prompt_tokens + answers.max_new_tokens
     prompts = _prompts(recipe)
-    memory, counts = step_memory(recipe, target, config, processes)
+    memory, counts, operations = step_memory(recipe, folder, config, processes)
     parameters = counts["drafter"]
     return {
         "target": {"model": model.model, "parameters": counts["target"]},
@@ -93,6 +95,7 @@ def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
             "rows": training.sequences * training.anchors * config.rows(),
             "steps": training.steps,
             "minutes": training.minutes,
+            "operations": operations,
         },
         "memory_bytes": memory,
         "disk_bytes": {
@@ -110,6 +113,8 @@ def told(found: Mapping[str, Any]) -> str:
     step, memory, disk = found["step"], found["memory_bytes"], found["disk_bytes"]
     budget = f"{step['steps']} steps" if step["steps"] else f"{step['minutes']:g} minutes"
     layers = ", ".join(map(str, drafter["target_layer_ids"]))
+    hours = step["steps"] and step["steps"] * step["operations"] / SUSTAINED / 3600
+    lasts = f"; {hours:.3g} hours at {SUSTAINED / 1e12:.0f} TFLOP/s a process" if hours else ""
     each = "" if step["processes"] == 1 else f", shared by {step['processes']} processes"
     return "\n".join(
         [
@@ -118,7 +123,8 @@ def told(found: Mapping[str, Any]) -> str:
             f"{drafter['parameters'] / GB:.3f} billion parameters, reads the outputs of target layers {layers}",
             f"answers: at most {answers['prompts']} prompts and {answers['most_tokens'] / 1e6:.1f} million tokens; "
             f"K/V cache {answers['kv_cache_bytes'] / GB:.1f} GB beside the target",
-            f"training: {budget}; a step is {step['sequences']} sequences and {step['rows']} rows of blocks{each}",
+            f"training: {budget}; a step is {step['sequences']} sequences and {step['rows']} rows of blocks{each}"
+            f"{lasts}",
             f"memory of a process: target {memory['target'] / GB:.1f} GB, drafter and optimiser "
             f"{memory['drafter'] / GB:.1f} GB, a step at most {memory['step'] / GB:.1f} GB, together "
             f"{sum(memory.values()) / GB:.1f} GB",
@@ -129,30 +135,30 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def step_memory(
-    recipe: Recipe, target: TargetConfig, config: DrafterConfig, processes: int
-) -> tuple[dict[str, int], dict[str, int]]:
+    recipe: Recipe, folder: Path, config: DrafterConfig, processes: int
+) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes in one of the processes, of the target, of the drafter with its optimiser, and of a step beside them.
 
     Every sequence is as long as the recipe allows, and the head's vocabulary is whole. Attention keeps what
     FlexAttention keeps: queries, keys, values, its output, and no scores. What the allocator loses is not counted.
 
     Returns:
-        the bytes, and the numbers of parameters of target and drafter.
+        the bytes, the numbers of parameters of target and drafter, and the operations of a step's products (those of
+        attention in the drafter are not counted).
     """
     answers, device = recipe.data.answers, torch.device("meta")
     tokens = torch.zeros(answers.max_prompt_tokens + answers.max_new_tokens, dtype=torch.int32)
     examples = [Example(index, tokens, answers.max_prompt_tokens) for index in range(recipe.training.sequences)]
     whole = recipe.training.model_copy(update={"reduced_vocabulary": False})
-    with LiveBytes() as live, tempfile.TemporaryDirectory() as folder:
+    with LiveBytes() as live, tempfile.TemporaryDirectory() as scratch:
         with device:
-            frozen = TargetModel(target).to(torch.bfloat16).requires_grad_(False)
+            frozen = empty_target(folder).requires_grad_(False)
             of_target = live.now
             drafter = Drafter(config).float()
-        frozen.rotary.to(device)
         drafter.rotary.to(device)
         shared = _Share(count=processes)
         recipe = recipe.model_copy(update={"training": whole})
-        trainer = Trainer(recipe, frozen, drafter, examples, [], Path(folder), shared)
+        trainer = Trainer(recipe, frozen, drafter, examples, [], Path(scratch), shared)
         for group in (group for part in trainer.optimizer.parts for group in part.param_groups):
             group |= {"fused": False, "foreach": False}  # the fused operator, which takes no memory, has no meta form
         trainer.forward.backbone.flex = ATTENTION
@@ -161,8 +167,24 @@ def step_memory(
         counts = {name: sum(parameter.numel() for parameter in each.parameters()) for name, each in models.items()}
         of_drafter = live.now - of_target + 4 * counts["drafter"]
         live.most = live.now
-        trainer.update()
-        return {"target": of_target, "drafter": of_drafter, "step": live.most - of_target - of_drafter}, counts
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _expert_operations}) as counter:
+            trainer.update()
+        memory = {"target": of_target, "drafter": of_drafter, "step": live.most - of_target - of_drafter}
+        return memory, counts, counter.get_total_flops()
+
+
+def empty_target(folder: Path) -> TargetModel | OtherTarget:
+    """The target on the current device, in bfloat16, without weights."""
+    if is_other(folder):
+        return empty_other_target(folder)
+    target = TargetModel(read_target_config(folder)).to(torch.bfloat16)
+    target.rotary.to(torch.get_default_device())
+    return target
+
+
+def _expert_operations(rows: torch.Size, _weights: object, *_: object, out_shape: torch.Size, **__: object) -> int:
+    # of a product of sorted rows with their experts' weights, which torch's counter does not know
+    return 2 * out_shape.numel() * rows[-1]
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, **_: object) -> Tensor:

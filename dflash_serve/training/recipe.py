@@ -83,6 +83,8 @@ class AnswersSection(Frozen):
     max_new_tokens: PositiveInt = 256
     max_batch_size: PositiveInt = 64
     """Prompts answered at once."""
+    server: str | None = Field(default=None, exclude_if=operator.not_)
+    """URL of a running server of the target that returns token ids (vLLM, SGLang, ours); None = the embedded engine."""
     sampled_share: Share = 0.15
     """This share of the prompts is answered by sampling at `temperature`, the rest greedily."""
     temperature: Positive = 0.7
@@ -105,6 +107,8 @@ class DrafterSection(Frozen):
     """The drafter's shape and first weights; sizes, RoPE and norms follow the target."""
 
     num_layers: PositiveInt = 3
+    intermediate_size: PositiveInt | None = Field(default=None, exclude_if=operator.not_)
+    """Of its MLPs; None = the one in the target's config.json, which of a mixture of experts is that of one expert."""
     block_size: Annotated[int, Field(ge=2)] = 8
     mask_token_id: Annotated[int, Field(ge=0)]
     target_layer_ids: tuple[int, ...] | None = None

@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.files import file_entries
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, TransformerConfig, uniform_target_layer_ids
+from dflash_serve.checkpoint.files import file_entries, load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
-from dflash_serve.checkpoint.target_config import TargetConfig, read_target_config
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
@@ -33,6 +32,7 @@ from dflash_serve.models.drafter_heads import ConfidenceHead, GroupedConvolution
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.data import answer_engine, make_data
+from dflash_serve.training.other_target import OtherTarget, is_other, load_other_target, read_sizes
 from dflash_serve.training.parallel import ALONE, Processes, joined_processes
 from dflash_serve.training.recipe import DrafterSection, Recipe
 from dflash_serve.training.shards import MANIFEST, DataManifest, load_answers, totals
@@ -89,7 +89,8 @@ def run(
         do = "give another --output" if finished else "add --resume, or give another --output"
         raise UserError(f"it holds {'a finished' if finished else 'an unfinished'} run", where=str(output), do=do)
     # Before hours are spent on answers:
-    check_drafter(recipe.drafter, read_target_config(target_folder(recipe.target.model, recipe.target.revision)))
+    folder = target_folder(recipe.target.model, recipe.target.revision)
+    check_recipe(recipe, folder)
     with joined_processes(torch.device(device)) as (processes, own):
         console = Console(stderr=True, quiet=quiet or not processes.first)
         manifest = make_data(
@@ -105,8 +106,15 @@ def run(
             return True
         # Never fp16: features reach 25,000, too near its end.
         model = recipe.target
-        target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
+        target: TargetModel | OtherTarget
+        if is_other(folder):
+            target = load_other_target(folder, own)
+        else:
+            target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
         trainer = new_trainer(recipe, target, manifest, output, processes)
+        if recipe.data.answers.server is not None:
+            share = f"{trainer.likeliest():.0%} of the server's tokens are the target's own likeliest"
+            console.print(f"{share} ({recipe.data.answers.sampled_share:.0%} of the answers are sampled)")
         done = train(trainer, console, resume=resume, finished=finished)
         if not done:
             console.print(f"stopped at step {trainer.progress.step}; go on with --resume")
@@ -144,7 +152,11 @@ def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -
 
 
 def new_trainer(
-    recipe: Recipe, target: TargetModel, manifest: DataManifest, output: Path, processes: Processes = ALONE
+    recipe: Recipe,
+    target: TargetModel | OtherTarget,
+    manifest: DataManifest,
+    output: Path,
+    processes: Processes = ALONE,
 ) -> Trainer:
     """The trainer of a recipe on finished data, at step 0."""
     share = recipe.data.validation_share
@@ -154,7 +166,7 @@ def new_trainer(
     return Trainer(recipe, target, drafter, training, validation, output, processes)
 
 
-def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConfig:
+def drafter_config(section: DrafterSection, target: TransformerConfig) -> DrafterConfig:
     """The description of a drafter for this target.
 
     Raises:
@@ -169,7 +181,7 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
             mask_token_id=section.mask_token_id,
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=target.intermediate_size,
+            intermediate_size=section.intermediate_size or target.intermediate_size,
             num_attention_heads=target.num_attention_heads,
             num_key_value_heads=target.num_key_value_heads,
             head_dim=target.head_dim,
@@ -186,19 +198,33 @@ def drafter_config(section: DrafterSection, target: TargetConfig) -> DrafterConf
         raise UserError(describe(error), where="drafter", do="correct the recipe") from None
 
 
-def check_drafter(section: DrafterSection, target: TargetConfig) -> None:
-    """Checks that `new_drafter` can make the drafter; reads no weights.
+def check_recipe(recipe: Recipe, folder: Path) -> DrafterConfig:
+    """Checks that the drafter can be made, and its data, by the configuration of the target in `folder`.
 
     Raises:
         UserError: the recipe does not fit the target, or the drafter to go on from is described otherwise or not there.
     """
-    wanted = drafter_config(section, target)
+    section = recipe.drafter
+    wanted = drafter_config(section, read_sizes(folder))
     if section.init not in FRESH:
         _refuse_other(wanted, read_config(section.init)[0], section.init)
+    elif section.init == "target" and section.intermediate_size not in (None, read_sizes(folder).intermediate_size):
+        what = "the target's layers have another intermediate size, so they cannot be its first weights"
+        raise UserError(what, where="drafter.init", do="set it to random, or to a drafter to go on from")
+    if is_other(folder):
+        where = str(folder / "config.json")
+        other = f"model_type {load_object(Path(where), kind='target').get('model_type')!r}"
+        if recipe.data.answers.server is None:
+            do = "start it on vLLM or SGLang, and give that server's URL as data.answers.server"
+            raise UserError(f"the embedded engine does not run {other}, so it cannot answer", where=where, do=do)
+        if section.init == "target":
+            what = f"layers of {other} are no drafter's first weights"
+            raise UserError(what, where="drafter.init", do="set it to random, or to a drafter to go on from")
+    return wanted
 
 
 @torch.no_grad()
-def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: int) -> Drafter:
+def new_drafter(config: DrafterConfig, target: TargetModel | OtherTarget, *, init: str, seed: int) -> Drafter:
     """A drafter in fp32 on the target's device, before training; the same for the same seed.
 
     Args:
@@ -215,8 +241,9 @@ def new_drafter(config: DrafterConfig, target: TargetModel, *, init: str, seed: 
     for part in drafter.modules():
         if isinstance(part, GroupedConvolution | MarkovHead | ConfidenceHead):
             part.make_idle()
-    drafter.norm.weight.copy_(target.get_parameter("norm.weight").float().cpu())
+    drafter.norm.weight.copy_(target.norm_weight().float().cpu())
     if init == "target":
+        assert isinstance(target, TargetModel)
         _from_target(drafter, target, generator)
     elif init not in FRESH:
         given = load_drafter(init, dtype=torch.float32)

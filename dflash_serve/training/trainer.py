@@ -33,6 +33,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anchors, lay_out, step_sequences
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss, joined
+from dflash_serve.training.other_target import OtherTarget
 from dflash_serve.training.parallel import ALONE, Processes
 from dflash_serve.training.recipe import Recipe, TrainingSection
 from dflash_serve.training.shards import Example, seen_vocabulary
@@ -139,7 +140,9 @@ def walk(accepted: Sequence[int], fits: Sequence[bool]) -> list[int]:
 
 
 @torch.no_grad()
-def target_features(target: TargetModel, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]) -> list[Tensor]:
+def target_features(
+    target: TargetModel | OtherTarget, sequences: Sequence[Tensor], target_layer_ids: Sequence[int]
+) -> list[Tensor]:
     """Computes the context features of whole sequences in the target's dtype.
 
     Args:
@@ -148,6 +151,8 @@ def target_features(target: TargetModel, sequences: Sequence[Tensor], target_lay
     Returns:
         one [length, F*H] a sequence.
     """
+    if isinstance(target, OtherTarget):
+        return target.features(sequences, target_layer_ids)
     lengths, device = [len(s) for s in sequences], target.embedding.device
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     attention = PackedCausalAttention(lengths, target.config.layers, device)
@@ -169,7 +174,7 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        target: TargetModel,
+        target: TargetModel | OtherTarget,
         drafter: Drafter,
         training: Sequence[Example],
         validation: Sequence[Example],
@@ -317,6 +322,17 @@ class Trainer:
             if predictions.confidence is not None:
                 confidence.append(predictions.confidence)
         return Scores.of(torch.cat(valid), counts, joined(slots), torch.cat(confidence) if confidence else None)
+
+    @torch.no_grad()
+    def likeliest(self) -> float:
+        """Share of the first answers' tokens that the target itself finds likeliest; nearly all of greedy ones."""
+        part, last = self.training[:ANSWERS_AT_ONCE], (self.target.config.num_layers - 1,)
+        sequences = [answer.tokens.to(self.head.device, torch.int64) for answer in part]
+        hits = list[Tensor]()
+        for answer, tokens, rows in zip(part, sequences, target_features(self.target, sequences, last), strict=True):
+            hidden = self.target.norm(rows[answer.prompt_length - 1 : -1])
+            hits.append((hidden @ self.head.T).argmax(-1) == tokens[answer.prompt_length :])
+        return float(torch.cat(hits).float().mean())
 
     def keep_best(self, step: int, scores: Scores) -> None:
         """Keeps the weights if they score better than those of every earlier step."""

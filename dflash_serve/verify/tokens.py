@@ -18,7 +18,7 @@ near-tie: verify in float32 to find it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
@@ -70,7 +70,8 @@ class ScoredAnswer:
     token: str  # The text of the token at the position
     logprob: float
     top: dict[str, float]
-    spelt: str | None = None  # The other side's token at the position, as this side spells it
+    spelt: list[str | None] = field(default_factory=lambda: [None, None])
+    """The tokens of both answers at the position, the plain side's first, as this side spells them; None = unknown."""
 
     @classmethod
     def of(cls, reply: Reply, position: int, agreed: Pieces = ()) -> ScoredAnswer | None:
@@ -154,10 +155,10 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
         return "unstable", None
     here, there = ([*answer, None][position] for answer in (pair.plain, pair.other))
     known = {**plain.top, plain.token: plain.logprob}
-    own = _name(here, agreed, plain, other)
+    own = plain.spelt[0] or _name(here, agreed, plain, other)
     if own is None or own not in known:  # a side that gives both tokens after the same ones shows that rounding decides
         return ("near-tie" if there is not None and plain.says(there, agreed) else "unstable"), None
-    theirs = plain.spelt or _name(there, agreed, other) or _name(there or "", agreed, plain)
+    theirs = plain.spelt[1] or _name(there, agreed, other) or _name(there or "", agreed, plain)
     if theirs == own:  # two tokens cannot have one name, unless neither is a whole character
         if UNREADABLE in own:
             return "unscored", None
@@ -169,7 +170,8 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
         penalised = gap - _penalty(agreed, here, params) + _penalty(agreed, there, params)
         gap = min(gap, penalised, key=abs if exact else None)
     if exact:
-        return ("near-tie" if abs(gap) <= noise else "fault"), gap
+        wide: Kind = "fault" if plain.says(here, agreed) else "unstable"
+        return ("near-tie" if abs(gap) <= noise else wide), gap
     return ("fault" if gap > noise else "unscored"), gap
 
 

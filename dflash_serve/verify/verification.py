@@ -6,7 +6,7 @@ can run them one after the other. Every answer is kept in a store, so a resumed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -268,7 +268,13 @@ class Verification:
             for n, reply in subject.answers([one for one, _ in asked], top_logprobs=TOP) if asked else ():
                 scores[n] = ScoredAnswer.of(reply, missing[n][2], asked[n][1] or ())
         if side == WITHOUT:
-            self._spell(subject, missing, asked, scores)
+            places = dict[int, tuple[Question, AnswerPair]]()
+            for n, score in scores.items():
+                (case, index, position), (question, before) = missing[n], asked[n]
+                if score is not None and before is not None:
+                    mine, theirs = (self._answers(one, case)[index].pieces[position:] for one in (WITHOUT, WITH))
+                    places[n] = question, AnswerPair(mine, theirs)
+            scores |= {n: replace(one, spelt=names) for n, names in self._spell(subject, places) if (one := scores[n])}
         for n, score in scores.items():
             self.store.put(_again(side, *missing[n][:2]), None if score is None else vars(score))
 
@@ -276,31 +282,33 @@ class Verification:
         """The question for the token at a position."""
         prompt, params, _ = self._questions(WITHOUT, case)[index]
         answer, before = self._answers(WITHOUT, case)[index], None
-        if answer.prompt_ids is not None and not params.penalised:  # penalties count the tokens of the answer alone
+        ids = answer.prompt_ids if answer.prompt_ids is not None else _token_ids(prompt)
+        if ids is not None and not params.penalised:  # penalties count the tokens of the answer alone
             before = answer.pieces[:position]
-            prompt = [*answer.prompt_ids, *(piece for piece in before if isinstance(piece, int))]
+            prompt = [*ids, *(piece for piece in before if isinstance(piece, int))]
         tokens = position + 1 - len(before or ())
         least = min(tokens, max(0, params.min_tokens - len(before or ())))
         changes = {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
         return Question(prompt, params.model_copy(update=changes)), before
 
     def _spell(
-        self, plain: Subject, places: Sequence[Place], asked: Sequence[Scoring], scores: dict[int, ScoredAnswer | None]
-    ) -> None:
-        """Has the plain side spell the other side's token of each place: a bias makes it the next one."""
-        wanted = list[tuple[int, int, Question]]()
-        for n, score in scores.items():
-            (case, index, position), (question, before) = places[n], asked[n]
-            token = next(iter(self._answers(WITH, case)[index].pieces[position:]), None)
-            if score is not None and before is not None and isinstance(token, int):
-                changes = {"logit_bias": {token: MAX_LOGIT_BIAS}, "min_tokens": 0, "stop_token_ids": ()}
-                wanted.append((n, token, question._replace(params=question.params.model_copy(update=changes))))
+        self, plain: Subject, places: Mapping[int, tuple[Question, AnswerPair]]
+    ) -> Iterator[tuple[int, list[str | None]]]:
+        """Has the plain side spell the first token of both answers behind each question: a bias makes it come next."""
+        wanted = list[tuple[int, int, Piece, Question]]()
+        for n, (question, pair) in places.items():
+            for which, pieces in enumerate((pair.plain, pair.other)):
+                if pieces and isinstance(token := pieces[0], int):
+                    changes = {"logit_bias": {token: MAX_LOGIT_BIAS}, "min_tokens": 0, "stop_token_ids": ()}
+                    biased = question._replace(params=question.params.model_copy(update=changes))
+                    wanted.append((n, which, token, biased))
+        names: dict[int, list[str | None]] = {n: [None, None] for n in places}
         with suppress(RefusedError):
-            for which, reply in plain.answers([one[2] for one in wanted], top_logprobs=1) if wanted else ():
-                n, token, _ = wanted[which]
-                score = scores[n]
-                if score and reply.logprobs and reply.pieces[:1] == (token,):
-                    scores[n] = replace(score, spelt=reply.logprobs[0].text)
+            for number, reply in plain.answers([one[3] for one in wanted], top_logprobs=1) if wanted else ():
+                n, which, token, _ = wanted[number]
+                if reply.logprobs and reply.pieces[:1] == (token,):
+                    names[n][which] = reply.logprobs[0].text
+        yield from names.items()
 
     def _continue(self, plain: Subject) -> None:
         """Asks the plain side to go on from each place of the long answers behind their first difference."""
@@ -316,12 +324,22 @@ class Verification:
             Question(wanted[n][0], CONTINUED.params.model_copy(update={"max_tokens": len(wanted[n][1])}))
             for n in missing
         ]
-        for number, reply in plain.answers(asked) if asked else ():
-            plainly, other = list(reply.pieces), wanted[missing[number]][1]
-            at = AnswerPair(plainly, other).position
-            scored = None if at is None else ScoredAnswer.of(reply, at)
-            value = [plainly, other, None if scored is None else vars(scored)]
-            self.store.put(_key(WITHOUT, CONTINUED, missing[number]), value)
+        replies = dict(plain.answers(asked)) if asked else {}
+        pieces = {n: AnswerPair(list(reply.pieces), wanted[missing[n]][1]) for n, reply in replies.items()}
+        parted = {n: at for n, pair in pieces.items() if (at := pair.position) is not None}
+        one = CONTINUED.params.model_copy(update={"max_tokens": 1, "ignore_eos": True})
+        places = {
+            n: (
+                Question([*wanted[missing[n]][0], *pieces[n].plain[:at]], one),
+                AnswerPair(pieces[n].plain[at:], pieces[n].other[at:]),
+            )
+            for n, at in parted.items()
+        }
+        names = dict(self._spell(plain, places))
+        for n, pair in pieces.items():
+            score = ScoredAnswer.of(replies[n], parted[n]) if n in parted else None
+            kept = None if score is None else vars(replace(score, spelt=names[n]))
+            self.store.put(_key(WITHOUT, CONTINUED, missing[n]), [pair.plain, pair.other, kept])
 
     def _exact(self) -> Iterator[TokenComparison]:
         """Further greedy cases that were not refused, and the pieces of `_continue`."""
@@ -357,3 +375,9 @@ def _key(side: str, case: Case, index: int | None) -> str:
 
 def _again(side: str, case: Case, index: int) -> str:
     return f"{_key(side, case, index)}/again"
+
+
+def _token_ids(prompt: Prompt) -> list[int] | None:
+    if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
+        return None
+    return [token for token in prompt if isinstance(token, int)]

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "jumps over"]
 TOKENS = 24
 GAIN = {"off": 1.0, "fixed-4": 1.5, "auto": 1.6}
+ARGUMENTS = f"server_args={{'aux_hidden_state_capture': None, 'cuda_graph_max_bs': None{', ' * 300}}}"  # as SGLang logs
 Start = Callable[[], EmbeddedEngine]
 
 
@@ -65,7 +66,7 @@ class Site:
         def server(_backend: Any, one: Deployment, place: Path, *, env: Mapping[str, str]) -> Iterator[str]:
             nonlocal alive
             place.mkdir(parents=True, exist_ok=True)
-            (place / "server.log").write_text("captured 3 CUDA graphs in 0.1 s\n")
+            (place / "server.log").write_text(f"captured 3 CUDA graphs in 0.1 s\n{ARGUMENTS}\n")
             self.started.append(str(one.speculation.width))
             with running(plain if one.speculation.width == "off" else speculating(), queue=64) as served:
                 alive += 1

@@ -30,16 +30,24 @@ GATED_DELTA_NETS = {
 """Three recurrent layers and one with attention, as Qwen3.5 has them."""
 
 
+EXPERTS = {
+    **{"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"intermediate_size": 64, "moe_intermediate_size": 64},
+}
+"""A mixture of experts, in the keys of gpt-oss and of Qwen3; MXFP4 has one scale for 32 values."""
+
+
 def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 256) -> Path:
     """Writes config.json, safetensors and a byte-level tokenizer with a chat template; returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    vocab_size = _write_tokenizer(folder)
+    vocab_size, more = _write_tokenizer(folder), EXPERTS if family in ("gpt_oss", "qwen3_moe") else {}
+    if family.startswith("qwen3_5"):
+        more = GATED_DELTA_NETS
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab_size,
         hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -49,7 +57,7 @@ def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 2
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=EOS,
-        **(GATED_DELTA_NETS if family.startswith("qwen3_5") else {}),
+        **{"intermediate_size": 48, **more},
     )
     if family.startswith("qwen3_5"):
         config.full_attention_interval = 4  # SGLang reads it, and transformers drops it as an argument

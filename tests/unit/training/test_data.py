@@ -17,14 +17,12 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.answers import Request, ask, repeated_tail
 from dflash_serve.training.data import (
     WINDOW,
     Excluded,
-    Request,
     answer_engine,
-    ask,
     make_data,
-    repeated_tail,
 )
 from dflash_serve.training.loss import SlotLoss, Weighting
 from dflash_serve.training.recipe import Recipe

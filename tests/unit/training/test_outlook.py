@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.cli.main import app
-from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training import loss
 from dflash_serve.training import outlook as module
-from dflash_serve.training.outlook import LiveBytes, outlook, step_memory
+from dflash_serve.training.outlook import LiveBytes, outlook, step_memory, told
 from dflash_serve.training.recipe import Recipe, load_recipe
 from dflash_serve.training.run import drafter_config, new_drafter
 from dflash_serve.training.shards import Example
@@ -56,7 +55,7 @@ def test_the_memory_of_a_step_is_that_of_a_real_one(
     monkeypatch.setattr(TargetModel, "pack", lambda self: None)
     target = read_target_config(tiny_target_folder)
     config = drafter_config(recipe.drafter, target)
-    told, counted = step_memory(recipe, target, config, 1)
+    told, counted, _ = step_memory(recipe, tiny_target_folder, config, 1)
     frozen = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
     tokens = torch.randint(0, 50, (recipe.training.sequences, LENGTH), dtype=torch.int32)
     examples = [Example(index, row, LENGTH // 2) for index, row in enumerate(tokens)]
@@ -92,12 +91,18 @@ def _published(name: str, target: str, folder: Path, *, processes: int) -> dict[
     return outlook(recipe.model_copy(update={"target": model}), processes)
 
 
-def test_gpt_oss_is_refused_in_one_line_that_says_what_can_be_trained_for(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TARGETS["openai/gpt-oss-120b"]))
-    model = recipe.target.model_copy(update={"model": str(tmp_path)})
-    with pytest.raises(UserError, match=r"'gpt_oss' is not one .*qwen3; .*`train` needs this one") as error:
-        outlook(recipe.model_copy(update={"target": model}))
-    assert "\n" not in str(error.value)
+def test_the_recipe_of_gpt_oss_20b_fits_eight_b200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    of_20b = {"num_hidden_layers": 24, "num_local_experts": 32, "rope_theta": 150000, "rope_scaling": yarn}
+    monkeypatch.setitem(TARGETS, "openai/gpt-oss-20b", {**TARGETS["openai/gpt-oss-120b"], **of_20b})
+    found = _published("gpt-oss-20b", "openai/gpt-oss-20b", tmp_path, processes=8)
+    assert found["target"]["parameters"] == 20_914_757_184  # OpenAI's model card: 20.9 billion
+    assert found["drafter"]["target_layer_ids"] == [1, 6, 11, 16, 21]
+    assert sum(found["memory_bytes"].values()) < 0.9 * 180e9
+    # At least: 2 operations a weight of the 3.6 billion that a token uses, and 6 a weight of the drafter and a row.
+    tokens, rows = 8 * 3072, 8 * 512 * 8
+    assert found["step"]["operations"] > 2 * 0.7 * 3.6e9 * tokens + 6 * found["drafter"]["parameters"] * rows
+    assert "hours at 900 TFLOP/s" in told(found)
 
 
 def test_a_dry_run_tells_and_writes_nothing(recipe: Recipe, tmp_path: Path) -> None:

@@ -67,15 +67,23 @@ def test_a_plain_side_that_now_gives_the_other_token_shows_that_rounding_decides
     assert kind(scored([1, 2, 0], **{"<end>": -0.7}), None) == ("unstable", None)
 
 
+def test_a_plain_side_that_now_gives_a_third_token_is_asked_for_both_names() -> None:
+    third = ScoredAnswer([1, 2, 5], "five", -0.7, {"three": -0.72, "four": -0.75})
+    assert kind(third, None) == ("unstable", None)
+    assert kind(replace(third, spelt=["three", "four"]), None) == ("near-tie", pytest.approx(0.03))
+    far = ScoredAnswer([1, 2, 5], "five", -0.1, {"three": -2.0, "four": -4.0}, ["three", "four"])
+    assert kind(far, None)[0] == "unstable"  # its first answer was not its own best token: nothing to compare with
+
+
 def test_the_plain_side_spells_a_token_that_the_other_one_does_not_repeat() -> None:
     plain, other = scored([1, 2, 3], three=-0.7, five=-0.75, four=-0.78), scored([1, 2, 3])
     assert kind(plain, other)[0] == "unscored"
-    assert kind(replace(plain, spelt="four"), other) == ("near-tie", pytest.approx(0.08))
-    assert kind(replace(plain, spelt="six"), other)[0] == "unscored"  # not among the best, which are close
+    assert kind(replace(plain, spelt=[None, "four"]), other) == ("near-tie", pytest.approx(0.08))
+    assert kind(replace(plain, spelt=[None, "six"]), other)[0] == "unscored"  # not among the best, which are close
     liar = ScoredAnswer([1, 2, 4], "five", -0.7, {})
     far = scored([1, 2, 3], three=-0.1, five=-0.15, four=-3.0)
     assert kind(far, liar)[0] == "near-tie"
-    assert kind(replace(far, spelt="four"), liar) == ("fault", pytest.approx(2.9))
+    assert kind(replace(far, spelt=[None, "four"]), liar) == ("fault", pytest.approx(2.9))
 
 
 def test_an_end_is_a_token_like_any_other() -> None:
