@@ -22,6 +22,7 @@ from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.target import language_model, native_format, read_recipe, required_size
 from dflash_serve.checkpoint.target_config import ARCHITECTURES, read_target_config
+from dflash_serve.common.extras import need
 from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError, raise_problems
 
@@ -153,20 +154,20 @@ def load_other_target(folder: Path, device: torch.device) -> OtherTarget:
     Raises:
         UserError: transformers cannot read it, or a drafter cannot be trained on it.
     """
+    need("train", "accelerate")  # transformers wants it for MXFP4, and to load onto a GPU without a copy in host memory
     from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
-    more = {}
+    more: dict[str, Any] = {"device_map": {"": device}}
     if native_format(read_recipe(load_object(folder / "config.json", kind="target"), folder)) == "mxfp4":
-        more = {"quantization_config": Mxfp4Config(dequantize=True)}
+        more["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         config = AutoConfig.from_pretrained(folder)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=torch.bfloat16, use_safetensors=True, **more
-            )
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.bfloat16, use_safetensors=True, **more
+        )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"transformers cannot read it ({str(error).splitlines()[0]})", where=str(folder)) from None
-    target = OtherTarget(model.to(device).eval().requires_grad_(False), read_sizes(folder))
+    target = OtherTarget(model.eval().requires_grad_(False), read_sizes(folder))
     if problem := target.problem():
         raise UserError(f"{problem}: no drafter can be trained on it", where=str(folder), do="use another target")
     return target
