@@ -1,10 +1,10 @@
 """Verdicts of `verify` on engines that are sound: none may be "not lossless".
 
-    .venv/bin/python -m benchmarks.honest embedded --runs 20
-    .venv-sglang/bin/python -m benchmarks.honest sglang --runs 10
-    .venv-vllm/bin/python -m benchmarks.honest vllm --runs 10
+    .venv/bin/python -m benchmarks.honest embedded --runs 16
+    .venv-sglang/bin/python -m benchmarks.honest sglang --runs 12
+    .venv-vllm/bin/python -m benchmarks.honest vllm --runs 12
 
-SmolLM2 with the bundled drafter in float32 on a CPU, whole blocks beside plain decoding. Every run has six prompts
+SmolLM2 with the bundled drafter in float32 on a CPU, whole blocks beside plain decoding. Every run has four prompts
 of its own, chosen by its number from `benchmarks/prompts`. An engine's runs replace its earlier ones in the results.
 """
 
@@ -34,7 +34,9 @@ from dflash_serve.verify.verification import Verification
 
 PROMPTS = Path(__file__).parent / "prompts"
 RESULTS = Path(__file__).parent / "results" / "honest.json"
-PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=32, samples=FEWEST, long_tokens=96, dtype="float32")
+PLAN = VerifyPlan(
+    prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, long_tokens=64, dtype="float32"
+)
 IN_FLIGHT = 16
 
 
