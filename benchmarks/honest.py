@@ -23,11 +23,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dflash_serve.backend import ServerBackend
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.provenance import environment
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.prompts import jsonl_prompts
+from dflash_serve.server_adapter import running_server
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import SubjectPair, engine_in_process, two_servers
 from dflash_serve.verify.verification import Verification
@@ -38,6 +40,7 @@ PLAN = VerifyPlan(
     prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, long_tokens=64, dtype="float32"
 )
 IN_FLIGHT = 16
+PATIENCE = 900.0  # seconds until a server must be ready
 
 
 @contextmanager
@@ -50,22 +53,21 @@ def opened(engine: str) -> Iterator[SubjectPair]:
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
+        sides: list[tuple[ServerBackend, Deployment]]
         if engine == "sglang":
             from tests.support import sglang_server
 
             plain = sglang_server.OnCpu("--disable-overlap-schedule")
             sides = [(sglang_server.OnCpu(), sglang_server.smollm2(8)), (plain, sglang_server.smollm2("off"))]
-            serving: Any = sglang_server.serving
         else:
             from tests.support import vllm_server
 
             sides = [(vllm_server.OnCpu(), vllm_server.smollm2(width)) for width in (8, "off")]
-            serving = vllm_server.serving
-        servers = [
-            stack.enter_context(serving(folder / str(number), deployment, backend))
+        urls = [
+            stack.enter_context(running_server(backend, deployment, folder / str(number), patience=PATIENCE))
             for number, (backend, deployment) in enumerate(sides)
         ]
-        yield two_servers(*(Endpoint(server.url, concurrency=IN_FLIGHT) for server in servers))
+        yield two_servers(*(Endpoint(url, concurrency=IN_FLIGHT) for url in urls))
 
 
 def main(

@@ -34,7 +34,7 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.training.data import answer_engine, make_data
 from dflash_serve.training.other_target import OtherTarget, is_other, load_other_target, read_sizes
 from dflash_serve.training.parallel import ALONE, Processes, joined_processes
-from dflash_serve.training.recipe import DrafterSection, Recipe
+from dflash_serve.training.recipe import DrafterSection, Recipe, TargetSection
 from dflash_serve.training.shards import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 
@@ -104,14 +104,7 @@ def run(
         console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
         if data_only:
             return True
-        # Never fp16: features reach 25,000, too near its end.
-        model = recipe.target
-        target: TargetModel | OtherTarget
-        if is_other(folder):
-            target = load_other_target(folder, own)
-        else:
-            target = load_target(model.model, dtype=torch.bfloat16, device=own, revision=model.revision)
-        trainer = new_trainer(recipe, target, manifest, output, processes)
+        trainer = new_trainer(recipe, _target(recipe.target, folder, own), manifest, output, processes)
         if recipe.data.answers.server is not None:
             share = f"{trainer.likeliest():.0%} of the server's tokens are the target's own likeliest"
             console.print(f"{share} ({recipe.data.answers.sampled_share:.0%} of the answers are sampled)")
@@ -125,6 +118,13 @@ def run(
             console.print(f"drafter: {output / DRAFTER}{of}")
         processes.wait()  # torchrun ends all of them once one has exited with an error, and the first one writes
     return done
+
+
+def _target(model: TargetSection, folder: Path, device: torch.device) -> TargetModel | OtherTarget:
+    # Never fp16: features reach 25,000, too near its end.
+    if is_other(folder):
+        return load_other_target(folder, device)
+    return load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
 
 
 def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -> bool:

@@ -28,6 +28,7 @@ from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.training.answers import AnswerServer, Request, ask
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
@@ -164,8 +165,8 @@ def truth(servers: Fleet, prompts: Tokens) -> dict[str, Any]:
 
 
 def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, Any]) -> None:
-    for name, ask in CASES.items():
-        assert ask(server, prompts) == truth[name], name
+    for name, case in CASES.items():
+        assert case(server, prompts) == truth[name], name
     assert logprobs(server, prompts) == pytest.approx(truth["logprobs"], abs=1e-3)
     assert (server.samples.total(HITS) or 0) > 0
 
@@ -226,6 +227,16 @@ def test_a_head_for_a_part_of_the_tokens_drafts_as_ours(servers: Fleet, prompts:
     server = servers["reduced"].ready.result()
     assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
     servers["reduced"].left.set()
+
+
+def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(servers: Fleet, prompts: Tokens) -> None:
+    server = servers["full"].ready.result()
+    (answer,) = server.tokens(prompts[:1], TOKENS)
+    stop = next(token for at, token in enumerate(answer) if at > 7 and token not in answer[:at])
+    params = SamplingParams(temperature=0, max_tokens=len(answer), stop_token_ids=(stop,))
+    answering = AnswerServer(server.url, load_tokenizer("smollm2"), 1)
+    (found,) = ask(answering, iter([Request(0, tuple(prompts[0]), params)]), 1)
+    assert (found.tokens, found.ended) == (answer[: answer.index(stop) + 1], True)
 
 
 def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> None:
