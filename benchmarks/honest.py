@@ -1,11 +1,13 @@
 """Verdicts of `verify` on engines that are sound: none may be "not lossless".
 
-    .venv/bin/python -m benchmarks.honest embedded --runs 16
-    .venv-sglang/bin/python -m benchmarks.honest sglang --runs 12
-    .venv-vllm/bin/python -m benchmarks.honest vllm --runs 12
+    .venv/bin/python -m benchmarks.honest embedded --runs 20
+    .venv-sglang/bin/python -m benchmarks.honest sglang --runs 10
+    .venv-vllm/bin/python -m benchmarks.honest vllm --runs 10
 
-SmolLM2 with the bundled drafter in float32 on a CPU, whole blocks beside plain decoding. Every run has four prompts
-of its own, chosen by its number from `benchmarks/prompts`. An engine's runs replace its earlier ones in the results.
+Two servers on a CPU in float32, one verifying whole blocks and one without a drafter. Every run has prompts of its
+own, chosen by its number. The embedded server and SGLang's have tiny models (the embedded engine's drafts are likely
+tokens, so that many are accepted, and SGLang's drafter is random); vLLM's has SmolLM2 with the bundled drafter. An
+engine's runs replace its earlier ones.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.server_adapter import running_server
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
-from dflash_serve.verify.subjects import SubjectPair, engine_in_process, two_servers
+from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -41,33 +44,89 @@ PLAN = VerifyPlan(
 )
 IN_FLIGHT = 16
 PATIENCE = 900.0  # seconds until a server must be ready
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "name",
+    "value",
+    "list",
+    "true",
+    "false",
+]
+Urls = tuple[str, str]
+
+
+def of_words() -> list[str]:
+    """Prompts for the tiny models, which know these words only."""
+    return [" ".join(Random(number).choices(WORDS, k=2 + number % 4)) for number in range(100)]
+
+
+def chosen_prompts(every: list[str], number: int) -> list[list[dict[str, str]]]:
+    """The conversations of a run."""
+    return [[{"role": "user", "content": text}] for text in Random(number).sample(every, PLAN.prompts)]
 
 
 @contextmanager
-def opened(engine: str) -> Iterator[SubjectPair]:
-    """The engine with and without speculation."""
-    if engine == "embedded":
-        fields = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}, "hardware": {"dtype": "float32"}}
-        limits = {"max_batch_size": IN_FLIGHT, "max_model_len": 1024}
-        yield engine_in_process(Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": 8}}))
-        return
+def embedded(folder: Path, every: list[str], runs: int) -> Iterator[Urls]:
+    """The embedded engine's own server."""
+    from tests.support.broken_loops import guessing_engine, likely_tokens, sharp_pair
+    from tests.support.embedded import tiny_engine
+    from tests.support.serving import running
+
+    folders, params = sharp_pair(folder), SamplingParams(temperature=0, max_tokens=PLAN.max_tokens)
+    asked: list[Any] = [(one, params) for number in range(runs) for one in chosen_prompts(every, number)]
+    engine = guessing_engine(folders, likely_tokens(folders, asked))
+    with (
+        running(engine, queue=64) as speculating,
+        running(tiny_engine(folders, width=1, max_batch_size=IN_FLIGHT), queue=64) as plain,
+    ):
+        yield speculating.url, plain.url
+
+
+@contextmanager
+def started(folder: Path, sides: list[tuple[ServerBackend, Deployment]]) -> Iterator[Urls]:
+    """Another engine's servers."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        sides: list[tuple[ServerBackend, Deployment]]
-        if engine == "sglang":
-            from tests.support import sglang_server
-
-            plain = sglang_server.OnCpu("--disable-overlap-schedule")
-            sides = [(sglang_server.OnCpu(), sglang_server.smollm2(8)), (plain, sglang_server.smollm2("off"))]
-        else:
-            from tests.support import vllm_server
-
-            sides = [(vllm_server.OnCpu(), vllm_server.smollm2(width)) for width in (8, "off")]
-        urls = [
+        speculating, plain = (
             stack.enter_context(running_server(backend, deployment, folder / str(number), patience=PATIENCE))
             for number, (backend, deployment) in enumerate(sides)
-        ]
-        yield two_servers(*(Endpoint(url, concurrency=IN_FLIGHT) for url in urls))
+        )
+        yield speculating, plain
+
+
+@contextmanager
+def opened(engine: str, every: list[str], runs: int) -> Iterator[Urls]:
+    """Addresses of the engine's servers, with and without speculation."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if engine == "embedded":
+            with embedded(folder, every, runs) as urls:
+                yield urls
+            return
+        if engine == "sglang":
+            from tests.support import sglang_server as sglang
+            from tests.support.tiny import write_tiny_drafter
+
+            target, config = sglang.tiny_pair(folder, 4)
+            models = target, write_tiny_drafter(folder / "drafter", config)
+            plain = sglang.OnCpu("--disable-overlap-schedule")
+            sides: list[tuple[ServerBackend, Deployment]] = [
+                (sglang.OnCpu(), sglang.deployment(models, requests=IN_FLIGHT, width=4)),
+                (plain, sglang.deployment(models, requests=IN_FLIGHT, width="off")),
+            ]
+        else:
+            from tests.support import vllm_server as vllm
+
+            sides = [(vllm.OnCpu(), vllm.smollm2(width)) for width in (8, "off")]
+        with started(folder, sides) as urls:
+            yield urls
 
 
 def main(
@@ -76,17 +135,15 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON file of the results of all engines.")] = RESULTS,
 ) -> None:
     """Verifies again and again, and counts the verdicts."""
-    every = [prompt for path in sorted(PROMPTS.glob("*.jsonl")) for prompt in jsonl_prompts(path)]
-    found: list[dict[str, Any]] = []
-    with opened(engine) as pair:
+    bundled = [prompt for path in sorted(PROMPTS.glob("*.jsonl")) for prompt in jsonl_prompts(path)]
+    every, found = bundled if engine == "vllm" else of_words(), list[dict[str, Any]]()
+    with opened(engine, every, runs) as urls:
         for number in range(runs):
-            chosen = Random(number).sample(every, PLAN.prompts)
-            start = monotonic()
-            messages = [[{"role": "user", "content": text}] for text in chosen]
-            said = Verification(PLAN, messages, pair, Store(None, {})).run()
-            seconds = round(monotonic() - start)
-            found.append({"run": number, "headline": said.headline, "reasons": said.reasons, "seconds": seconds})
-            Console().print(f"{engine} {number}: {said.headline} {'; '.join(said.reasons)} ({seconds} s)")
+            start, pair = monotonic(), two_servers(*(Endpoint(url, concurrency=IN_FLIGHT) for url in urls))
+            said = Verification(PLAN, chosen_prompts(every, number), pair, Store(None, {})).run()
+            row = {"run": number, "headline": said.headline, "reasons": said.reasons}
+            found.append({**row, "seconds": round(monotonic() - start)})
+            Console().print(engine, found[-1])
     kept = json.loads(output.read_text()) if output.is_file() else {}
     kept[engine] = {"environment": environment().model_dump(), "runs": found}
     output.write_text(json.dumps(kept, indent=1) + "\n")
