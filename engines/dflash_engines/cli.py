@@ -205,7 +205,9 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
             return free_ranges(work) if free else drafter_ranges(work)
 
         needs = ("drafter",) if free else ("target", "drafter", "answers")
-        about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
+        about = "how large the drafter's activations get on them"
+        if free:
+            about = "no data is used: every activation range is set to 448, the largest FP8 number"
         yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
 
 
