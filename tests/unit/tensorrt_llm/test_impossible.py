@@ -29,6 +29,7 @@ OSS: Changes = {
     "limits": {"max_batch_size": 32, "max_model_len": 16384},
     "hardware": {"gpu": "b300", "count": 8},
 }
+ALONE: Changes = {"target": QWEN["target"], "hardware": QWEN["hardware"]}
 KIMI: Changes = {**OSS, "target": {"model": "nvidia/Kimi-K2.5-NVFP4"}, "parallel": {}}
 DUMMY: Changes = {"engine_args": {"tensorrt-llm": {"load_format": "dummy"}}}
 OLD = "1.3.0rc27"
@@ -70,6 +71,11 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
     (QWEN, DUMMY, "load_format", "no weights are read"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
+    (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
+    (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),
+    (QWEN, {"speculation.draft_window": 512}, "speculation.draft_window", "no setting for a drafter's window"),
+    (ALONE, {"speculation.block_size": 8}, "speculation.block_size", "there is no drafter"),
+    (ALONE, {"speculation.width": 4}, "speculation.width", "there is no drafter"),
     (QWEN, {"drafter.model": "z-lab/gpt-oss-120b-DFlash"}, "drafter for", "hidden_size is 2880"),
     (QWEN, {"drafter.quantization": "fp8"}, "drafter.quantization", "is not quantised"),
     (QWEN, {"kv_cache.block_reuse": True}, "kv_cache.block_reuse", "no features of it"),
@@ -78,6 +84,16 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"limits.max_queued_requests": 8}, "limits.max_queued_requests", "without bound"),
     (QWEN, LONG, "limits", "drafter's context needs"),
 ]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("rows", "advice"),
+    [(4, "set it to 512 or more"), (64, "set it to 512 or more, or limits.max_batch_size to 4")],
+)
+def test_the_advice_on_too_few_rows_can_be_followed(rows: int, advice: str) -> None:
+    (problem,) = backend().check(deployment(QWEN, {"limits.max_num_tokens": rows}))
+    assert (problem.where, problem.do) == ("limits.max_num_tokens", advice)
 
 
 def assert_refused(wanted: Deployment, where: str, reason: str, release: str = "1.4") -> None:
