@@ -335,7 +335,7 @@ def _implementation(plan: TensorRTLLMPlan) -> Choice:
         "upstream": ("TensorRT-LLM's own", "it has everything that this drafter needs"),
         "dequantised context": (
             "TensorRT-LLM's own, with a context K/V of ours",
-            "its fused product ignores the scales of quantised weights; all else of it runs as for bf16",
+            "its fused K/V product would ignore the scales of quantised weights; its other parts read them",
         ),
         "ours": ("ours", f"TensorRT-LLM's own would ignore: {'; '.join(plan.beyond_upstream)}"),
     }

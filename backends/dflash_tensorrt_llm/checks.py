@@ -222,7 +222,7 @@ def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     for what, size in parts.items():
         if size % 16:
             said = f"{size} {what} of the drafter on a device are no multiple of 16, which {format.upper()} asks for"
-            do = "use fewer devices, attention_data, or the bf16 drafter"
+            do = "use fewer devices, attention_data, or the bf16 drafter" if devices > 1 else "use the bf16 drafter"
             yield Problem(said, "parallel.tensor" if devices > 1 else "drafter", do)
     if format == "nvfp4" and plan.implementation != "ours" and config.num_key_value_heads < devices:
         what = f"TensorRT-LLM repeats K/V heads on {devices} devices, but not their NVFP4 scales"

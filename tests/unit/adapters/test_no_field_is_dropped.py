@@ -48,6 +48,7 @@ ROWS: list[tuple[str, Fields, tuple[object, ...]]] = [
     ("parallel.pipeline", on(2), (1, 2)),
     ("parallel.context", on(2), (1, 2)),
     ("parallel.attention_data", OSS, (False, True)),
+    ("parallel.attention_data", on(), (False, True)),
     ("parallel.nodes", OSS, (1, 2)),
     ("limits.max_batch_size", on(), (None, 8, 4)),
     ("limits.max_model_len", on(), (None, 1024, 512)),
@@ -73,6 +74,7 @@ ROWS: list[tuple[str, Fields, tuple[object, ...]]] = [
 ELSEWHERE: Mapping[str, set[str]] = {
     "kv_cache.memory_fraction": {"sglang"},  # without a GPU's name
     "kv_cache.block_reuse": {"sglang"},  # for the decoding half
+    "parallel.attention_data": {"sglang"},  # on one device
     "speculation.block_size": {"sglang", "vllm"},  # without a drafter, as the next
     "speculation.width": {"sglang", "vllm"},
 }

@@ -206,6 +206,16 @@ def test_no_fp8_or_nvfp4_part_on_a_device_is_cut_through_its_blocks(tmp_path: Pa
     assert backend().check(wanted) == []
     (problem,) = backend().check(changed(wanted, parallel={"tensor": 2}, hardware={"count": 2}))
     assert "8 K/V rows of the drafter on a device are no multiple of 16" in problem.what
+    assert problem.do.startswith("use fewer devices")
+
+
+def test_fewer_devices_than_one_are_not_advised(tmp_path: Path) -> None:
+    config = tiny_drafter_config(intermediate_size=64, head_dim=8, num_key_value_heads=1)
+    wanted = tiny_deployment(tmp_path, config)
+    shutil.rmtree(tmp_path / "drafter")
+    write_quantized_drafter(tmp_path / "drafter", "fp8", config)
+    (problem,) = backend().check(wanted)
+    assert (problem.where, problem.do) == ("drafter", "use the bf16 drafter")
 
 
 def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Path) -> None:
