@@ -83,7 +83,8 @@ class Speculation(Frozen):
     width: Width = "auto"
     """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
     draft_window: PositiveInt | None = None
-    """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with."""
+    """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with.
+    SGLang only."""
 
 
 class Parallel(Frozen):
@@ -212,7 +213,7 @@ class Deployment(Frozen):
     """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
     the engine's own parser and passed on unchanged; an argument that another key sets is refused."""
     role: Literal["whole", "prefill", "decode"] = "whole"
-    """Prefill and decode are the halves of a disaggregated pair of servers."""
+    """Prefill and decode are the halves of a disaggregated pair of servers. SGLang only."""
 
 
 def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Deployment:

@@ -33,6 +33,18 @@ def block_problems(deployment: Deployment, drafter: DrafterConfig) -> Iterator[P
         yield Problem(what, "speculation.width", f"use 1 to {block}, auto or off")
 
 
+def unused_speculation(deployment: Deployment) -> Iterator[Problem]:
+    """A block or a number of slots, and no drafter that could fill them."""
+    if deployment.drafter is not None:
+        return
+    block, width = deployment.speculation.block_size, deployment.speculation.width
+    do = "name a drafter, or leave it out"
+    if block is not None:
+        yield Problem(f"block_size {block}, but there is no drafter", "speculation.block_size", do)
+    if width not in ("auto", "off", 1):
+        yield Problem(f"width {width}, but there is no drafter", "speculation.width", do)
+
+
 def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Problem]:
     """More tokens than the target has positions."""
     asked, most = deployment.limits.max_model_len, target.max_position_embeddings

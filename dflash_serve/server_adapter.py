@@ -52,6 +52,11 @@ class Launch:
         """All problems that are found without starting anything."""
         return self.adapter.check(self.deployment)
 
+    @property
+    def follows_cost(self) -> bool:
+        """`width: auto` follows the load; False = it is the same width in every step."""
+        return True
+
     def prepare(self, folder: Path) -> None:
         """Writes into `folder` the files that the engine reads.
 

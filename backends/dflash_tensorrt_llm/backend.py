@@ -101,7 +101,7 @@ def _kv_cache(plan: TensorRTLLMPlan) -> dict[str, object]:
     fields: dict[str, object] = {
         "enable_block_reuse": not speculates if kv_cache.block_reuse is None else kv_cache.block_reuse
     }
-    if kv_cache.dtype in ("fp8", "nvfp4"):  # any other is the target's own type, `auto` to upstream
+    if kv_cache.dtype in ("fp8", "nvfp4"):  # upstream has no bfloat16: `auto`, the checkpoint's own
         fields["dtype"] = kv_cache.dtype
     fraction = plan.pool_fraction if kv_cache.memory_fraction is None else kv_cache.memory_fraction
     return fields if fraction is None else {**fields, "free_gpu_memory_fraction": fraction}
@@ -332,10 +332,10 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
 
 def _implementation(plan: TensorRTLLMPlan) -> Choice:
     chosen = {
-        "upstream": ("TensorRT-LLM's own", "this one needs nothing else"),
+        "upstream": ("TensorRT-LLM's own", "it has everything that this drafter needs"),
         "dequantised context": (
             "TensorRT-LLM's own, with a context K/V of ours",
-            "its fused product ignores the scales of quantised weights; all else of it runs as for bf16",
+            "its fused K/V product would ignore the scales of quantised weights; its other parts read them",
         ),
         "ours": ("ours", f"TensorRT-LLM's own would ignore: {'; '.join(plan.beyond_upstream)}"),
     }

@@ -12,6 +12,7 @@ from dflash_serve.deployment_checks import (
     device_problems,
     head_problems,
     length_problems,
+    unused_speculation,
 )
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import memory_problems
@@ -28,8 +29,9 @@ def problems(plan: TensorRTLLMPlan) -> list[Problem]:
     """Problems of a plan: the drafter's own first, because the others may follow from them."""
     found = list(plan.checkpoint.problems) if plan.checkpoint else []
     checks: list[Check] = [_devices, _queue, serving_problems, argument_problems, _target_layout, _target_precision]
+    checks += [_kv_dtype, _role, _speculation]
     if plan.drafter is not None:
-        checks = [_release, *checks, _role, _width, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
+        checks = [_release, *checks, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
     return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
@@ -63,6 +65,10 @@ def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "parallel.nodes", f"set it to {-(-world // PER_NODE)} or more")
     if hardware.dtype == "float32":
         yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
+    elif hardware.dtype == "bfloat16" and plan.target.dtype not in ("bfloat16", None):
+        # Its PyTorch models are made in the `dtype` of config.json; `TorchLlmArgs.dtype` does not change it.
+        what = f"TensorRT-LLM serves in the checkpoint's number format, which is {plan.target.dtype}"
+        yield Problem(what, "hardware.dtype", "set it to auto, or use --backend sglang or vllm")
 
 
 def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
@@ -72,20 +78,16 @@ def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
 
 
-def _width(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    """A width that follows cost and was asked for explicitly; where it is the default, a note says it."""
-    speculation = plan.deployment.speculation
-    if speculation.width != "auto" or plan.users_schedule is not None:
-        return
+def _speculation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """A window, keys without a drafter, or a cost table that cannot be read."""
+    if plan.deployment.speculation.draft_window is not None:
+        what = "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with"
+        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
+    yield from unused_speculation(plan.deployment)
     try:
-        follows = plan.draft_lengths() is not None
+        plan.draft_lengths()
     except UserError as error:
-        follows = True  # the table cannot be read, which is another problem
         yield error.problem()
-    if not follows and "width" in speculation.model_fields_set:
-        what = f"TensorRT-LLM would verify all {plan.block_size} slots in every step"
-        do = f"set a number, {plan.block_size} being the whole block (or off), or {plan.way_to_follow_cost}"
-        yield Problem(what, "speculation.width", do)
 
 
 def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
@@ -131,12 +133,22 @@ def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
 
+def _kv_dtype(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """Upstream takes auto, fp8 and nvfp4 (`_VALID_KV_CACHE_DTYPES`, model_loader.py); auto is the checkpoint's."""
+    if plan.deployment.kv_cache.dtype == "bfloat16" and plan.target.quantized_kv:
+        what = "the target's checkpoint asks for quantised K/V, and TensorRT-LLM cannot take them in bfloat16 instead"
+        yield Problem(what, "kv_cache.dtype", "set it to auto, or use --backend sglang or vllm")
+
+
 def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     role = plan.deployment.role
-    if role != "whole":
+    if role == "whole":
+        return
+    what = f"role {role} is not covered by this backend"
+    if plan.drafter is not None:
         what = f"role {role}: the decoding server never sees the prompt's features, so acceptance silently drops"
         what += " (TensorRT-LLM#19352)"
-        yield Problem(what, "role", "serve whole, or set speculation.width: off")
+    yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
 def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
@@ -210,7 +222,7 @@ def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     for what, size in parts.items():
         if size % 16:
             said = f"{size} {what} of the drafter on a device are no multiple of 16, which {format.upper()} asks for"
-            do = "use fewer devices, attention_data, or the bf16 drafter"
+            do = "use fewer devices, attention_data, or the bf16 drafter" if devices > 1 else "use the bf16 drafter"
             yield Problem(said, "parallel.tensor" if devices > 1 else "drafter", do)
     if format == "nvfp4" and plan.implementation != "ours" and config.num_key_value_heads < devices:
         what = f"TensorRT-LLM repeats K/V heads on {devices} devices, but not their NVFP4 scales"
@@ -244,7 +256,8 @@ def _rows(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     rows = batch * plan.block_size
     if rows > asked:
         what = f"{batch} blocks of {plan.block_size} slots are {rows} rows a step, max_num_tokens is {asked}"
-        do = f"set it to {rows}, or limits.max_batch_size to {asked // plan.block_size}"
+        fits = asked // plan.block_size
+        do = f"set it to {rows} or more" + (f", or limits.max_batch_size to {fits}" if fits else "")
         yield Problem(what, "limits.max_num_tokens", do)
 
 

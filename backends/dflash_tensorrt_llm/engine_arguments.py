@@ -48,7 +48,7 @@ KEYS = {
     "tool_parser": "serving.tool_call_parser",
     "served_model_name": "serving.served_model_name",
     "otlp_traces_endpoint": "serving.otlp_traces_endpoint",
-    "server_role": "role",
+    "server_role": "halves of a disaggregated pair are not covered by this backend",
 }
 CONFIG_KEYS = {
     **{name: key for name, key in KEYS.items() if name in LlmArgs.model_fields},

@@ -114,6 +114,11 @@ class TensorRTLLMPlan(LaunchPlan):
         return draft_lengths(cost, survival, self.block_size, self.max_batch_size or 1)
 
     @property
+    def follows_cost(self) -> bool:
+        """A table gives the width by batch size: the user's, or one from measured costs."""
+        return self.drafter is None or self.users_schedule is not None or self.draft_lengths() is not None
+
+    @property
     def way_to_follow_cost(self) -> str:
         """Advice for a `width: auto` that has no `draft_lengths`."""
         if self.drafter is not None and self.drafter.words:

@@ -48,6 +48,14 @@ HONOURED = {
     *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
 }
 
+ONE_ENGINE = {
+    "speculation.draft_window": "sglang",
+    "role": "sglang",
+    "parallel.context": "tensorrt-llm",
+    "drafter.quantization": "tensorrt-llm",
+}
+"""Fields that, of SGLang and TensorRT-LLM, only one serves."""
+
 
 class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised.
@@ -140,10 +148,11 @@ def _target_problems(target: Model) -> list[Problem]:
 
 def _unsupported(deployment: Deployment) -> list[Problem]:
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
-    do = "leave it out, or serve with --backend sglang or tensorrt-llm"
     instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
+    other = {field: ONE_ENGINE.get(field, "sglang or tensorrt-llm") for field in asked}
+    do = {field: f"leave it out, or serve with --backend {engine}" for field, engine in other.items()} | instead
     return [
-        Problem(f"the embedded backend has no such thing (given: {value!r})", field, instead.get(field, do))
+        Problem(f"the embedded backend has no such thing (given: {value!r})", field, do[field])
         for field, value in asked.items()
         if field not in HONOURED and not field.startswith("engine_args.")
     ]

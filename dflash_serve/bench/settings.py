@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs
-from dflash_serve.server_adapter import ServerAdapter
+from dflash_serve.server_adapter import ServerAdapter, resolve
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
 
@@ -131,8 +131,13 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
         overlaid = overlay_variants(deployment, settings.variant, chosen)
         _refuse_twice(deployed.keys() & overlaid.keys(), "--variant")
         deployed |= overlaid
-        for each in deployed.values():
-            raise_problems(chosen.check(each))
+        for name, each in deployed.items():
+            launch = resolve(chosen, each)
+            raise_problems(launch.problems)
+            if name == AUTO and not launch.follows_cost:
+                what = f"without measured costs, {chosen.name} verifies the whole block in every step, as fixed does"
+                do = f"give {COST_TABLE} and {SURVIVAL}, or leave auto out"
+                raise UserError(what, where="--variants auto", do=do)
     running = endpoint_variants(settings.endpoint)
     if not deployed and not running:
         do = "give a deployment.yaml, --target and --drafter, or --endpoint NAME=http://host:port"

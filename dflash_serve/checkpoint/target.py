@@ -156,6 +156,7 @@ class TargetLayout:
     penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
     kv_windows: tuple[int | None, ...]  # window of each layer with keys and values; None = the whole sequence
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
+    dtype: str | None = None  # number format of what is not quantised (`float16`); None = not in config.json
     state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
 
     def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
@@ -205,6 +206,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         kv_windows=_kv_windows(inner),
         state_bytes=_state_bytes(inner),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
+        dtype=_dtype(inner) or _dtype(raw),
     )
 
 
@@ -218,6 +220,11 @@ def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]
     beside = folder / QUANT_CONFIG
     recipe = load_object(beside, kind="target").get("quantization") if beside.is_file() else None
     return recipe if isinstance(recipe, dict) else {}
+
+
+def _dtype(fields: Mapping[str, object]) -> str | None:
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    return named if isinstance(named, str) and named != "auto" else None
 
 
 def _penalises(folder: Path) -> bool:

@@ -31,7 +31,10 @@ from dflash_serve.common.files import require_writable
 from dflash_serve.deployment_checks import check_pairing, pairing_notes
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
-FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
+FULL = (
+    "Replace a reduced draft vocabulary by the target's whole one. The drafter then drafts through the target's output "
+    "head. This needs a drafter whose own head is a copy of rows of that head."
+)
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
 Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
 

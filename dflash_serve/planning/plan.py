@@ -22,6 +22,7 @@ from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion
 from dflash_serve.planning.step_times import Split
+from dflash_serve.server_adapter import resolve
 
 JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
 OFF, AUTO = "off", "auto"
@@ -297,10 +298,9 @@ def _can_follow(question: PlanQuestion) -> bool:
     given = question.deployment.model_dump(exclude_unset=True)
     automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
     try:
-        problems = server_backend(question.backend).check(automatic)
+        return resolve(server_backend(question.backend), automatic).follows_cost
     except UserError:
         return True
-    return not any(problem.where == "speculation.width" for problem in problems)
 
 
 def _curves(

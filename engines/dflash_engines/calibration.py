@@ -103,7 +103,7 @@ def free_ranges(work: Work) -> Measured:
     config, _ = read_config(work.inputs["drafter"])
     products = [name.removesuffix(".weight") for name in expected_tensors(config) if name.endswith("_proj.weight")]
     save_file({name: torch.tensor(FP8_MAX) for name in products}, work.folder / AMAX)
-    return {"calibration": "none: activations may reach 448"}
+    return {"calibration": "none: every activation range is 448"}
 
 
 def _recorder(name: str, amax: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

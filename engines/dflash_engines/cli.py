@@ -187,9 +187,9 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
         given = build.calibration
         parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
         needs = ("target", *([CALIBRATION] if given.prompts else []))
-        about = "the target's own answers to the calibration prompts"
+        about = "answers of the target to the calibration prompts"
         if not given.prompts:
-            about += ": a few openers of ours, for no file of prompts is named"
+            about += ", which are a few built-in ones because the recipe names no file"
 
         def answers(work: Work) -> Measured:
             from .calibration import answer
@@ -205,7 +205,9 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
             return free_ranges(work) if free else drafter_ranges(work)
 
         needs = ("drafter",) if free else ("target", "drafter", "answers")
-        about = "no data: activations may reach 448" if free else "how large the drafter's activations get on them"
+        about = "largest activations of the drafter on these answers"
+        if free:
+            about = "no data is used: every activation range is set to 448, the largest FP8 number"
         yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
 
 
@@ -256,7 +258,7 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
         length = deployment.limits.max_model_len
         measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
-        about = "of every drafter, against bf16; weights and activations are quantised"
+        about = "acceptance of every drafter, compared with bf16; weights and activations are quantised"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 4, about)
 
 

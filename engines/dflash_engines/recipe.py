@@ -32,8 +32,9 @@ class Calibration(Prompts):
     count: PositiveInt = 512
     max_tokens: PositiveInt = 512
     free: bool = False
-    """No data, and no target: the drafter's activations may reach 448 (an FP8 input scale of 1). For targets that the
-    embedded backend does not run. ModelOpt's own `quantize_drafter.py` does so and lost no acceptance in FP8."""
+    """Calibrate without data and without the target: every activation range of the drafter is set to 448 (an FP8 input
+    scale of 1). For targets that the embedded backend does not run. ModelOpt's own `quantize_drafter.py` does so and
+    lost no acceptance in FP8."""
 
 
 class Acceptance(Prompts):
@@ -75,7 +76,7 @@ def find_recipe(path: Path) -> Path:
     Raises:
         UserError: there is neither.
     """
-    if path.exists() or path.suffix or path.parent != Path():
+    if path.exists() or path.suffix in (".yaml", ".yml") or path.parent != Path():
         return path
     here = Path(__file__).parent
     folder = next(each for each in (here / "recipes", here.parent / "recipes") if each.is_dir())
@@ -92,7 +93,10 @@ def load_recipe(path: Path) -> Recipe:
     Raises:
         UserError: it cannot be read, or has an unset variable, an unknown key or an impossible value.
     """
+    described = read_recipe_file(path)
+    if not isinstance(described, dict):
+        raise UserError("not a mapping", where=str(path), do="start with `deployment: {target: {model: ...}}`")
     try:
-        return Recipe.model_validate(read_recipe_file(path))
+        return Recipe.model_validate(described)
     except ValidationError as error:
         raise UserError(describe(error, Recipe), where=str(path)) from None

@@ -107,6 +107,7 @@ def test_arguments_are_handed_on_as_they_are(
         ("tensorrt-llm", "config", "x.yaml", "engine_args take the place of a file"),
         ("tensorrt-llm", "stream_intervall", 4, "did you mean stream_interval?"),
         ("tensorrt-llm", "log_level", "loud", "invalid choice: 'loud'"),
+        ("tensorrt-llm", "server_role", "context", "halves of a disaggregated pair are not covered"),
     ],
 )
 def test_an_argument_that_is_not_the_users_to_give_is_refused(

@@ -13,10 +13,11 @@ import pytest
 
 from dflash_serve.backend import backend
 from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
-from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, schedule
+from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, find_variants, schedule
 from dflash_serve.deployment import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
 from tests.support.bench_sites import settings
+from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 DEPLOYMENT = Deployment(target=Model(model="t"), drafter=Model(model="d"), speculation=Speculation(block_size=8))
 SETTINGS = settings(concurrency=(1, 4, 16), rounds=3, requests_per_user=2, min_requests=5)
@@ -56,6 +57,19 @@ def test_a_variant_that_cannot_be_served_is_refused(word: str, said: str) -> Non
         deployed_variants(
             DEPLOYMENT if word == "fast" else Deployment(target=Model(model="t")), [word], backend("torch")
         )
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("sglang", False), ("tensorrt-llm", True)])
+def test_auto_is_not_measured_where_it_is_the_same_as_fixed(engine: str, refused: bool, tmp_path: Path) -> None:
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    deployment = Deployment(target=Model(model=str(target)), drafter=Model(model=str(drafter)))
+    asked = settings(backend=engine, variants=("fixed", "auto"))
+    if not refused:
+        assert list(find_variants(asked, deployment)[0]) == ["fixed 8", "auto"]
+        return
+    with pytest.raises(UserError, match="verifies the whole block in every step, as fixed does") as caught:
+        find_variants(asked, deployment)
+    assert caught.value.where == "--variants auto"
 
 
 def test_side_by_side_all_variants_take_turns_at_every_concurrency() -> None:

@@ -72,16 +72,14 @@ def test_tensorrt_llms_config_is_shown_and_differs_by_width() -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_width_that_follows_cost_is_refused_by_tensorrt_llm_where_it_is_asked_for() -> None:
-    told = dry_run("qwen3-8b-b200", "tensorrt-llm", "--width", "auto")
-    assert told.exit_code == 2
-    (line,) = (line for line in told.stdout.splitlines() if "speculation.width:" in line)
-    assert "set a number, 16 being the whole block (or off), or give DFLASH_SERVE_COST_TABLE and" in line
-    unasked = dry_run("qwen3-8b-b200", "tensorrt-llm")
-    assert unasked.exit_code == 0
-    assert "verifies all 16 slots in every step, whatever that costs" in unasked.stdout, (
-        "left to its default, it is a note"
+def test_auto_on_tensorrt_llm_is_the_whole_block_whether_it_is_written_or_not() -> None:
+    written, left_out = (
+        dry_run("qwen3-8b-b200", "tensorrt-llm", "--width", "auto"),
+        dry_run("qwen3-8b-b200", "tensorrt-llm"),
     )
+    assert (written.exit_code, left_out.exit_code) == (0, 0)
+    assert "verifies all 16 slots in every step, whatever that costs" in written.stdout
+    assert written.stdout == left_out.stdout
 
 
 @pytest.mark.usefixtures("hub")

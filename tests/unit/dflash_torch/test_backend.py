@@ -48,6 +48,22 @@ def test_a_setting_it_would_ignore_is_a_problem(
     assert [problem.where for problem in backend.check(deployment(folders, **sections))] == [field]
 
 
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        ("sglang", {"speculation": {"draft_window": 512}}),
+        ("sglang", {"role": "prefill"}),
+        ("tensorrt-llm", {"parallel": {"context": 2}}),
+        ("sglang or tensorrt-llm", {"parallel": {"tensor": 2}}),
+    ],
+)
+def test_a_setting_it_lacks_is_advised_on_an_engine_that_has_it(
+    folders: tuple[Path, Path], engine: str, sections: dict[str, Any]
+) -> None:
+    (problem,) = backend.check(deployment(folders, **sections))
+    assert problem.do == f"leave it out, or serve with --backend {engine}"
+
+
 def test_a_quantised_drafter_is_a_problem(folders: tuple[Path, Path], tmp_path: Path) -> None:
     config, _ = read_config(folders[1])
     drafter = write_quantized_drafter(tmp_path / "fp8", "fp8", config)

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_engines.cli import make_steps
-from dflash_engines.recipe import load_recipe
+from dflash_engines.recipe import find_recipe, load_recipe
 from dflash_serve.backend import ServerBackend, backend
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
@@ -59,6 +59,30 @@ def test_steps_and_launches_of_every_recipe_are_the_golden_ones() -> None:
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_built_in_recipe_can_be_named(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(Path(path.stem)) == path
+    told = CliRunner().invoke(app, ["build", path.stem, "--dry-run"])
+    assert told.exit_code == 0, told.output
+
+
+def test_a_name_of_none_is_told_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="neither a file nor a recipe's name") as caught:
+        find_recipe(Path("kimi-k2.5-b20"))
+    assert "kimi-k2.5-b200" in caught.value.do
+
+
+@pytest.mark.parametrize("text", ["", "- a list\n"])
+def test_a_file_that_is_no_mapping_is_told_how_to_begin(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not a mapping") as caught:
+        load_recipe(path)
+    assert (caught.value.where, "deployment:" in caught.value.do) == (str(path), True)
 
 
 def test_a_recipe_without_a_build_says_so() -> None:

@@ -29,6 +29,7 @@ OSS: Changes = {
     "limits": {"max_batch_size": 32, "max_model_len": 16384},
     "hardware": {"gpu": "b300", "count": 8},
 }
+ALONE: Changes = {"target": QWEN["target"], "hardware": QWEN["hardware"]}
 KIMI: Changes = {**OSS, "target": {"model": "nvidia/Kimi-K2.5-NVFP4"}, "parallel": {}}
 DUMMY: Changes = {"engine_args": {"tensorrt-llm": {"load_format": "dummy"}}}
 OLD = "1.3.0rc27"
@@ -70,6 +71,11 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
     (QWEN, DUMMY, "load_format", "no weights are read"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
+    (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
+    (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),
+    (QWEN, {"speculation.draft_window": 512}, "speculation.draft_window", "no setting for a drafter's window"),
+    (ALONE, {"speculation.block_size": 8}, "speculation.block_size", "there is no drafter"),
+    (ALONE, {"speculation.width": 4}, "speculation.width", "there is no drafter"),
     (QWEN, {"drafter.model": "z-lab/gpt-oss-120b-DFlash"}, "drafter for", "hidden_size is 2880"),
     (QWEN, {"drafter.quantization": "fp8"}, "drafter.quantization", "is not quantised"),
     (QWEN, {"kv_cache.block_reuse": True}, "kv_cache.block_reuse", "no features of it"),
@@ -78,6 +84,16 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"limits.max_queued_requests": 8}, "limits.max_queued_requests", "without bound"),
     (QWEN, LONG, "limits", "drafter's context needs"),
 ]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("rows", "advice"),
+    [(4, "set it to 512 or more"), (64, "set it to 512 or more, or limits.max_batch_size to 4")],
+)
+def test_the_advice_on_too_few_rows_can_be_followed(rows: int, advice: str) -> None:
+    (problem,) = backend().check(deployment(QWEN, {"limits.max_num_tokens": rows}))
+    assert (problem.where, problem.do) == ("limits.max_num_tokens", advice)
 
 
 def assert_refused(wanted: Deployment, where: str, reason: str, release: str = "1.4") -> None:
@@ -190,6 +206,16 @@ def test_no_fp8_or_nvfp4_part_on_a_device_is_cut_through_its_blocks(tmp_path: Pa
     assert backend().check(wanted) == []
     (problem,) = backend().check(changed(wanted, parallel={"tensor": 2}, hardware={"count": 2}))
     assert "8 K/V rows of the drafter on a device are no multiple of 16" in problem.what
+    assert problem.do.startswith("use fewer devices")
+
+
+def test_fewer_devices_than_one_are_not_advised(tmp_path: Path) -> None:
+    config = tiny_drafter_config(intermediate_size=64, head_dim=8, num_key_value_heads=1)
+    wanted = tiny_deployment(tmp_path, config)
+    shutil.rmtree(tmp_path / "drafter")
+    write_quantized_drafter(tmp_path / "drafter", "fp8", config)
+    (problem,) = backend().check(wanted)
+    assert (problem.where, problem.do) == ("drafter", "use the bf16 drafter")
 
 
 def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Path) -> None:

@@ -125,13 +125,14 @@ def test_the_users_own_table_that_starves_the_drafter_is_a_note(deployment: Depl
     assert any(note.startswith("from 33 requests on nothing is drafted") for note in notes)
 
 
-def test_without_costs_auto_is_an_error_with_its_ways_out_and_by_default_a_note(deployment: Deployment) -> None:
-    (problem,) = backend().check(asking(deployment, "auto"))
-    assert problem.where == "speculation.width"
-    assert "(or off), or give DFLASH_SERVE_COST_TABLE and DFLASH_SERVE_SURVIVAL" in problem.do
-    assert backend().check(deployment) == []
-    notes = backend().preview(deployment, PREPARED).notes
-    assert any("slots in every step, whatever that costs" in note for note in notes)
+def test_without_costs_auto_is_the_whole_block_and_a_note_whether_it_is_written_or_not(deployment: Deployment) -> None:
+    written = asking(deployment, "auto")
+    assert backend().check(written) == backend().check(deployment) == []
+    assert speculative(written) == speculative(deployment)
+    notes = backend().preview(written, PREPARED).notes
+    assert notes == backend().preview(deployment, PREPARED).notes
+    (note,) = (note for note in notes if "slots in every step, whatever that costs" in note)
+    assert "give DFLASH_SERVE_COST_TABLE and DFLASH_SERVE_SURVIVAL" in note
 
 
 @pytest.mark.usefixtures("costs")
