@@ -77,7 +77,7 @@ def read_target_config(folder: Path) -> TargetConfig:
         raise UserError(
             f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
             where=str(path),
-            do=f"use one of {', '.join(ARCHITECTURES)}, or another backend, which serves more models",
+            do=f"use one of {', '.join(ARCHITECTURES)}; other backends serve more models",
         )
     section = ConfigSection(raw, str(path), [])
     fields = _fields(section, folder)
