@@ -20,6 +20,7 @@ from dflash_serve.common.documents import read_json
 from dflash_serve.deployment import PER_NODE, Deployment
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
 from dflash_serve.errors import Problem, UserError, did_you_mean, raise_problems
+from dflash_serve.server_adapter import KV_BYTES
 from dflash_serve.planning.prediction import (
     FITTED,
     Constants,
@@ -149,7 +150,9 @@ def read_pair(deployment: Deployment) -> Pair:
     else:
         drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
-    bytes_each = 1.0 if deployment.kv_cache.dtype == "fp8" else 2.0
+    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
+    kind = deployment.kv_cache.dtype
+    bytes_each = KV_BYTES["fp8" if kind == "auto" and layout.quantized_kv else kind]
     return Pair(model, folder, layout, drafter, assumed, bytes_each)
 
 

@@ -14,9 +14,11 @@ It knows nothing of kernels: it is optimistic about small batches, and says litt
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
+import shutil
 import tempfile
 import warnings
 from collections import Counter
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.files import QUANT_CONFIG
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import GPUS, Gpu, Model
@@ -139,7 +142,19 @@ OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 """Shares of the data sheet that large copies and large matrix products reach."""
 ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
 MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
+RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the operator tables' library counts them
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
+
+
+def _tokens(pair: Pair, split: Split, free: float, context: int) -> int:
+    # Tokens of all requests, each of `context` tokens, in so many free bytes of every device. The operator tables' library
+    # is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+    layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
+    shared = 1 if layout.latent else min(tensor, layout.kv_heads)  # K/V heads are repeated, not split further
+    request = layout.kv_bytes(pair.kv_bytes_each, context) / shared
+    request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
+    request += layout.state_bytes * (1 + drafter.block_size) / tensor  # one state for every slot, too
+    return max(0, int(free * context / request))
 
 
 @dataclass(frozen=True)
@@ -173,13 +188,8 @@ class Roofline:
         return self.verify(prompts, tokens, tokens // 2)
 
     def kv_tokens(self, context: int = 1) -> int:
-        layout, drafter, tensor = self.pair.layout, self.pair.drafter, self.split.tensor
-        head_share = max(1, layout.kv_heads // tensor) / layout.kv_heads  # K/V heads are repeated, not split further
-        free = MEMORY_SHARE * self.on.gpu.memory - (layout.weight_bytes + weight_bytes(drafter)) / tensor
-        each = layout.kv_bytes(self.pair.kv_bytes_each, context) / context * head_share
-        each += layout.state_bytes * (1 + drafter.block_size) / tensor / context  # one state for every slot, too
-        own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
-        return max(0, int(free / (each + own)))
+        own = (self.pair.layout.weight_bytes + weight_bytes(self.pair.drafter)) / self.split.tensor
+        return _tokens(self.pair, self.split, MEMORY_SHARE * self.on.gpu.memory - RUNTIME_BYTES - own, context)
 
     @property
     def _precision(self) -> str:
@@ -234,16 +244,21 @@ def quiet() -> Iterator[None]:
 
 
 def shipped_configuration(name: str) -> Path | None:
-    """A folder with the config.json that the library has of a hub model; None where it has none."""
+    """A folder with the configuration that the library has of a hub model, until this process ends; None where it has
+    none.
+    """
     if not tables_installed():
         return None
-    folder = Path(library().__file__).parent / "model_configs"
-    found = folder / f"{name.replace('/', '--')}_config.json"
-    if not found.is_file():
+    shipped = Path(library().__file__).parent / "model_configs"
+    files = {file: shipped / f"{name.replace('/', '--')}_{file}" for file in ("config.json", QUANT_CONFIG)}
+    if not files["config.json"].is_file():
         return None
-    copy = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-")) / "config.json"
-    copy.write_bytes(found.read_bytes())
-    return copy.parent
+    folder = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file, found in files.items():
+        if found.is_file():
+            shutil.copyfile(found, folder / file)
+    return folder
 
 
 def priced(
@@ -300,14 +315,12 @@ class Tables:
 
     @quiet()
     def kv_tokens(self, context: int = 1) -> int:
-        drafter, tensor = self.pair.drafter, self.split.tensor
         found = self._sdk.estimate_kv_cache(
             str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
             memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
         )  # fmt: skip
-        free = found["total_kv_size_bytes"] - weight_bytes(drafter) / tensor
-        own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
-        return max(0, int(free / (found["kv_size_per_token_bytes"] + own)))
+        free = found["total_kv_size_bytes"] - weight_bytes(self.pair.drafter) / self.split.tensor
+        return _tokens(self.pair, self.split, free, context)
 
     @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:

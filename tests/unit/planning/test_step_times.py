@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from dflash_serve.planning.step_times import (
     Tables,
     quantization,
 )
-from tests.support.planned import planned_pair
+from tests.support.planned import planned_pair, shipped_pair
 from tests.support.tiny import edit_json
 
 B200 = SPECIFICATIONS["b200"]
@@ -92,6 +95,55 @@ def test_a_block_reads_its_prefix_once(dense: Tables) -> None:
 def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
     alone = 965_111  # tokens of Qwen3-8B without a drafter, as the library counts
     assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "kv_bytes_each"),
+    [
+        ("Qwen/Qwen3.5-27B", "h200", 2.0),
+        ("Qwen/Qwen3.5-27B", "b300", 1.0),
+        ("Qwen/Qwen3.5-35B-A3B", "h200", 2.0),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "h200", 2.0),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4", "b200", 1.0),
+        ("Qwen/Qwen3-8B", "b200", 2.0),
+        ("moonshotai/Kimi-K2.5", "b300", 2.0),
+    ],
+)
+def test_tables_and_roofline_agree_on_how_many_requests_fit(name: str, gpu: str, kv_bytes_each: float) -> None:
+    """Hybrid targets have one recurrent state for a sequence and each slot of its block, not one for every token."""
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    pair, on = replace(shipped_pair(name), kv_bytes_each=kv_bytes_each), SPECIFICATIONS[gpu]
+    for split in (Split(1), Split(8)) if "Kimi" not in name else (Split(8),):
+        by_tables, by_hand = Tables(pair, on, split, "sglang"), Roofline(pair, on, split)
+        for context in (1024, 32_768):
+            assert by_tables.kv_tokens(context) == pytest.approx(by_hand.kv_tokens(context), rel=0.06), (split, context)
+
+
+def test_one_request_has_a_recurrent_state_for_every_slot_and_k_v_of_the_attention_layers(tmp_path: Path) -> None:
+    gdn = {
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "full_attention_interval": 4, "num_hidden_layers": 48,
+    }  # fmt: skip
+    dense = planned_pair(tmp_path)
+    edit_json(tmp_path / "config.json", gdn)
+    pair = replace(dense, layout=read_target_layout(tmp_path, dense.model))
+    times = Roofline(pair, B200, Split())
+    state, token = 36 * 32 * 128 * 128 * 4, 12 * 2 * 8 * 128 * 2 + 5 * 2 * 8 * 128 * 2
+    one, longer = (1 / times.kv_tokens(context) * context for context in (1000, 3000))
+    free = 2000 * token / (longer - one)
+    assert free * one == pytest.approx(17 * state + 1000 * token, rel=0.001)
+
+
+def test_a_shipped_configuration_is_whole_and_leaves_no_folder_behind(tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    told = (
+        "from dflash_serve.planning.step_times import shipped_configuration as found; "
+        "print(*sorted(each.name for each in found('nvidia/Qwen3-235B-A22B-NVFP4').iterdir()))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", told], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["config.json", "hf_quant_config.json"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_four_gpus_and_experts_have_prices(tmp_path: Path) -> None:
