@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -36,6 +36,13 @@ ROOFLINE_ERROR = 0.3
 Curves = dict[str, list[OperatingPoint]]  # Variant -> points, split after split, by rising batch
 
 
+class Room(NamedTuple):
+    """Requests at once whose K/V and states fit on one copy, and that the deployment's own limit allows."""
+
+    speculative: int
+    plain: int  # Without the drafter and its K/V, and with one recurrent state for a request instead of one for a slot
+
+
 @dataclass(frozen=True)
 class Plan:
     """The answer to a question, derived from all points that were priced."""
@@ -43,7 +50,7 @@ class Plan:
     question: PlanQuestion
     can_follow: bool  # True where the engine can run `width: auto`
     predictors: dict[Split, Predictor]
-    room: dict[Split, int]  # Requests whose K/V fits, by split
+    room: dict[Split, Room]
     notes: list[str]
     curves: list[Curves]  # For each acceptance of the question
 
@@ -73,11 +80,15 @@ class Plan:
         return _fastest(self.known[OFF])
 
     @cached_property
+    def plain_at_equal_batch(self) -> OperatingPoint:
+        """Plain decoding at the chosen split and batch."""
+        chosen = self.chosen
+        return next(each for each in self.known[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
+
+    @property
     def equal_batch_gain(self) -> float:
         """Tokens/s/GPU by plain decoding's at the chosen split and batch."""
-        chosen = self.chosen
-        plain = next(each for each in self.known[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
-        return chosen.throughput / plain.throughput
+        return self.chosen.throughput / self.plain_at_equal_batch.throughput
 
     @property
     def equal_interactivity_ratio(self) -> float | None:
@@ -117,7 +128,7 @@ class Plan:
     @property
     def copies(self) -> int:
         """Copies of the model on all GPUs."""
-        return self.question.count // self.chosen.split.tensor
+        return self.question.copies(self.chosen.split)
 
     @property
     def copies_in_one_server(self) -> int:
@@ -173,9 +184,12 @@ class Plan:
         width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
         wide = f" (about {chosen.width} at full load)" if chosen.variant == AUTO else ""
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
+        most = f"{chosen.batch} request{'s' * (chosen.batch > 1)} at once"
+        if self.copies > 1:
+            most += f" on each copy, {chosen.batch * self.copies} on all {self.copies}"
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.gpu.name.upper()} with {chosen.split}{copies}, "
-            f"{width}{wide}, at most {chosen.batch} request{'s' * (chosen.batch > 1)} at once a copy."
+            f"{width}{wide}, at most {most}."
         )
 
     def _gives(self) -> str:
@@ -186,17 +200,18 @@ class Plan:
         )
         if chosen.variant == OFF:
             return f"{told}; speculation does not pay here."
-        gain = f"{self.equal_batch_gain:.2f} times as fast as plain decoding at equal batch"
-        plain, ratio, end = self.plain, self.equal_interactivity_ratio, self.plain_fastest
-        if plain is None or ratio is None:
-            return (
-                f"{told}; {gain}. Plain decoding does not get there: it ends at {end.interactivity:,.0f} tokens/s/user "
-                f"({end.split}, batch {end.batch})."
-            )
+        plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
+        gain = (
+            f"With the same split and batch plain decoding gives {equal.throughput:,.0f}, at {equal.interactivity:,.0f} "
+            f"tokens/s/user: speculation is {self.equal_batch_gain:.2f} times as fast"
+        )
+        ends = f"its fastest point is {end.interactivity:,.0f} tokens/s/user ({end.split}, batch {end.batch})"
+        limits = " within your limits" if self.question.objective != Objective() else ""
+        if plain is None or self.equal_interactivity_ratio is None:
+            return f"{told}. {gain}. No setting of plain decoding is{limits}: {ends}."
         return (
-            f"{told}; {gain}, {ratio:.2f} times within the same limits (plain: {plain.throughput:,.0f} at "
-            f"{plain.split}, batch {plain.batch}; its fastest point is {end.interactivity:,.0f} tokens/s/user, "
-            f"{end.split}, batch {end.batch})."
+            f"{told}. {gain}. Plain decoding's best{limits} is {plain.throughput:,.0f} tokens/s/GPU ({plain.split}, batch "
+            f"{plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as many; {ends}."
         )
 
     def _trust(self) -> str:
@@ -267,21 +282,29 @@ def make_plan(question: PlanQuestion) -> Plan:
     Raises:
         UserError: not one request fits, or nothing meets the limits.
     """
+    question.require_lengths()
     predictors: dict[Split, Predictor] = {}
-    room: dict[Split, int] = {}
+    room: dict[Split, Room] = {}
     notes: dict[str, None] = {}
     for split in question.splits():
+        if (most := question.most(split)) == 0:
+            asked = question.deployment.limits.max_batch_size
+            notes[f"{split}: {question.copies(split)} copies cannot share limits.max_batch_size {asked}"] = None
+            continue
         times, why = question.step_times(split)
         if why:
             notes[why] = None
         longest = question.load.isl + question.load.osl
-        fits = times.kv_tokens(longest) // longest
-        if fits < 1:
+        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
+        if fits.speculative < 1:
             notes[f"{split}: weights leave no room for one request's K/V"] = None
             continue
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
-        room[split] = fits
+        room[split] = Room(*(min(each, most or each) for each in fits))
     if not predictors:
+        if question.most(split) == 0:
+            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
+            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
         what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.gpu.name}"
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
@@ -306,24 +329,28 @@ def _can_follow(question: PlanQuestion) -> bool:
 def _curves(
     question: PlanQuestion,
     predictors: dict[Split, Predictor],
-    room: dict[Split, int],
+    room: dict[Split, Room],
     acceptance: ExpectedAcceptance,
     *,
     follows: bool,
 ) -> Curves:
-    block, deployment = question.block_size, question.deployment
+    block = question.block_size
     curves: Curves = {OFF: [], _fixed(block): [], **({AUTO: []} if follows else {})}
     for split, predictor in predictors.items():
-        asked = (deployment.limits.max_batch_size or 0) // deployment.parallel.data  # a server's, shared by its copies
-        most = min(room[split], asked or BATCHES[-1], BATCHES[-1])
-        batches = sorted({*(batch for batch in BATCHES if batch < most), most})
-        curves[OFF] += predictor.curve(OFF, batches, 1, acceptance)
+        batches, plain = (_batches(most) for most in room[split])
+        curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
         curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
         if follows:  # at each batch, the width that the policy chooses
             chosen = [predictor.auto(batch, _widths(block), acceptance) for batch in batches]
             by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
             curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
     return curves
+
+
+def _batches(most: int) -> list[int]:
+    # Batches to price, the largest included.
+    most = min(most, BATCHES[-1])
+    return sorted({*(batch for batch in BATCHES if batch < most), most})
 
 
 def _fixed(block_size: int) -> str:
@@ -414,7 +441,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "equal_batch_gain": plan.equal_batch_gain,
         "equal_interactivity_ratio": plan.equal_interactivity_ratio,
         "fixed_width_stops_paying_at": plan.stops_at,
-        "requests_that_fit": {str(split): room for split, room in plan.room.items()},
+        "requests_that_fit": {str(split): room._asdict() for split, room in plan.room.items()},
         "basis": plan.basis,
         "constants": asked.constants.model_dump(),
         "calibration": asked.calibration or None,
@@ -442,7 +469,14 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     if plan.deployment is not None:
         told = plan.verdict()
         if plan.copies > plan.copies_in_one_server:
-            told.append(f"One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.")
+            copies, batch = plan.copies, plan.deployment.limits.max_batch_size or 0
+            told.append(
+                f"This is one of {copies} servers alike, each with at most {batch} requests at once. "
+                f"For `dflash-serve deploy` to make all of them, set parallel.data to {copies}, "
+                f"hardware.count to {plan.question.count} and limits.max_batch_size to {batch * copies}."
+            )
+        elif plan.copies > 1:
+            told.append("limits.max_batch_size is the number of requests at once on all copies together.")
         fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
         contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
     if plan.question.calibration:

@@ -18,8 +18,8 @@ from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
 from dflash_serve.common.documents import read_json
 from dflash_serve.deployment import PER_NODE, Deployment
-from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
-from dflash_serve.errors import Problem, UserError, did_you_mean, raise_problems
+from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
+from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.server_adapter import KV_BYTES
 from dflash_serve.planning.prediction import (
     FITTED,
@@ -80,6 +80,36 @@ class PlanQuestion:
         """Number of GPUs."""
         return self.deployment.hardware.count
 
+    def copies(self, split: Split) -> int:
+        """Copies of the model on all GPUs."""
+        return self.count // split.tensor
+
+    def most(self, split: Split) -> int | None:
+        """Requests at once on one copy by `limits.max_batch_size`, which all copies share; None = no limit."""
+        asked = self.deployment.limits.max_batch_size
+        return None if asked is None else asked // self.copies(split)
+
+    def require_lengths(self) -> None:
+        """Refuses requests that are longer than target, drafter or `limits.max_model_len` allow.
+
+        Raises:
+            UserError: they are; says which.
+        """
+        shape, drafter, deployment = self.pair.layout.shape, self.pair.drafter, self.deployment
+        raise_problems(list(length_problems(deployment, shape)))
+        windowed = deployment.speculation.draft_window or all(kind.window for kind in drafter.layers)
+        unbounded = windowed or drafter.rope.scaling or self.pair.assumed
+        allowed = (
+            (shape.max_position_embeddings, f"the positions of {shape.name}"),
+            (deployment.limits.max_model_len, "limits.max_model_len"),
+            (None if unbounded else drafter.max_position_embeddings, "the positions of the drafter"),
+        )
+        isl, osl = self.load.isl, self.load.osl
+        most, name = min(((most, name) for most, name in allowed if most), default=(isl + osl, ""))
+        if isl + osl > most:
+            what = f"prompts of {isl} and answers of {osl} tokens exceed {name}, {most}"
+            raise UserError(what, where="--isl, --osl", do=f"give {most} together at most")
+
     def splits(self) -> list[Split]:
         """Ways of laying one copy over GPUs: the one that was asked for, or all that divide.
 
@@ -87,12 +117,14 @@ class PlanQuestion:
             UserError: the one that was asked for does not.
         """
         parallel, layout = self.deployment.parallel, self.pair.layout
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, PER_NODE)]
+        tensors = [size for size in sizes if not list(self._split_problems(size))]
         if "tensor" in parallel.model_fields_set:
-            raise_problems(list(self._split_problems(parallel.tensor)))
+            for what in self._split_problems(parallel.tensor):
+                possible = " or ".join(map(str, tensors))
+                more = "; more GPUs (--count) allow more" if self.count < PER_NODE else ""
+                raise UserError(what, where="--tensor", do=f"use {possible or 'another'}{more}")
             tensors = [parallel.tensor]
-        else:
-            sizes = [size for size in (1, 2, 4, 8, 16) if size <= min(self.count, PER_NODE)]
-            tensors = [size for size in sizes if not list(self._split_problems(size))]
         asked = {parallel.expert} if "expert" in parallel.model_fields_set else None
         found = [
             Split(tensor, expert)
@@ -109,12 +141,11 @@ class PlanQuestion:
         """As `priced`."""
         return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
 
-    def _split_problems(self, tensor: int) -> Iterator[Problem]:
+    def _split_problems(self, tensor: int) -> Iterator[str]:
         if self.count % tensor:
-            what = f"TP {tensor} does not divide {self.count} GPUs"
-            yield Problem(what, "--tensor", f"use a divisor of {self.count}, or change --count")
+            yield f"TP {tensor} does not divide {self.count} GPU{'s' * (self.count > 1)}"
         for problem in head_problems(self.pair.layout, self.pair.drafter, tensor):
-            yield Problem(f"TP {tensor}: {problem.what} ({problem.where})", "--tensor", problem.do)
+            yield f"TP {tensor}: {problem.what} ({problem.where})"
 
 
 def specification(gpu: str | None) -> Specification:
@@ -124,10 +155,10 @@ def specification(gpu: str | None) -> Specification:
         UserError: no GPU was named, or its data sheet is not known.
     """
     have = ", ".join(SPECIFICATIONS)
-    if gpu in SPECIFICATIONS:
-        return SPECIFICATIONS[gpu]
     if gpu is None:
         raise UserError("which GPU?", where="--gpu", do=f"name one: {have}")
+    if (gpu := gpu.lower()) in SPECIFICATIONS:
+        return SPECIFICATIONS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
     raise UserError(what, where="--gpu", do=did_you_mean(gpu, SPECIFICATIONS) or f"there are: {have}")
 

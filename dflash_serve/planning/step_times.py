@@ -111,8 +111,10 @@ class StepTimes(Protocol):
         """The target's pass over so many prompts of `tokens` tokens each."""
         ...
 
-    def kv_tokens(self, context: int = 1) -> int:
-        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models."""
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models, or beside the
+        target alone.
+        """
         ...
 
 
@@ -146,15 +148,17 @@ RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the opera
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
 
 
-def _tokens(pair: Pair, split: Split, free: float, context: int) -> int:
-    # Tokens of all requests, each of `context` tokens, in so many free bytes of every device. The operator tables' library
-    # is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool) -> int:
+    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The operator tables'
+    # library is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
     shared = 1 if layout.latent else min(tensor, layout.kv_heads)  # K/V heads are repeated, not split further
-    request = layout.kv_bytes(pair.kv_bytes_each, context) / shared
-    request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
-    request += layout.state_bytes * (1 + drafter.block_size) / tensor  # one state for every slot, too
-    return max(0, int(free * context / request))
+    request, states = layout.kv_bytes(pair.kv_bytes_each, context) / shared, 1
+    if drafts:
+        free -= weight_bytes(drafter) / tensor
+        request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
+        states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
+    return max(0, int(free * context / (request + states * layout.state_bytes / tensor)))
 
 
 @dataclass(frozen=True)
@@ -187,9 +191,9 @@ class Roofline:
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self.verify(prompts, tokens, tokens // 2)
 
-    def kv_tokens(self, context: int = 1) -> int:
-        own = (self.pair.layout.weight_bytes + weight_bytes(self.pair.drafter)) / self.split.tensor
-        return _tokens(self.pair, self.split, MEMORY_SHARE * self.on.gpu.memory - RUNTIME_BYTES - own, context)
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        own = RUNTIME_BYTES + self.pair.layout.weight_bytes / self.split.tensor
+        return _tokens(self.pair, self.split, MEMORY_SHARE * self.on.gpu.memory - own, context, drafts=drafts)
 
     @property
     def _precision(self) -> str:
@@ -313,14 +317,18 @@ class Tables:
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        return _tokens(self.pair, self.split, self._free, context, drafts=drafts)
+
+    @cached_property
     @quiet()
-    def kv_tokens(self, context: int = 1) -> int:
+    def _free(self) -> float:
+        # Bytes of one device beside the target.
         found = self._sdk.estimate_kv_cache(
             str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
             memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
         )  # fmt: skip
-        free = found["total_kv_size_bytes"] - weight_bytes(self.pair.drafter) / self.split.tensor
-        return _tokens(self.pair, self.split, free, context)
+        return float(found["total_kv_size_bytes"])
 
     @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:

@@ -36,3 +36,14 @@ def planned_pair(folder: Path, name: str = "Qwen/Qwen3-8B") -> Pair:
 def shipped_pair(name: str) -> Pair:
     """A target as the operator tables' library has it, and a drafter of the usual shape."""
     return read_pair(Deployment(target=Model(model=name)))
+
+
+def hybrid_target(folder: Path) -> Path:
+    """A folder with the configuration of a target with gated delta nets of the sizes of Qwen3.5-27B."""
+    sizes = {
+        "linear_num_value_heads": 48, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "full_attention_interval": 4, "num_hidden_layers": 64,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TARGETS["Qwen/Qwen3-8B"], **sizes}))
+    return folder

@@ -20,7 +20,7 @@ from dflash_serve.planning.step_times import (
     Tables,
     quantization,
 )
-from tests.support.planned import planned_pair, shipped_pair
+from tests.support.planned import hybrid_target, planned_pair, shipped_pair
 from tests.support.tiny import edit_json
 
 B200 = SPECIFICATIONS["b200"]
@@ -120,15 +120,11 @@ def test_tables_and_roofline_agree_on_how_many_requests_fit(name: str, gpu: str,
 
 
 def test_one_request_has_a_recurrent_state_for_every_slot_and_k_v_of_the_attention_layers(tmp_path: Path) -> None:
-    gdn = {
-        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128, "full_attention_interval": 4, "num_hidden_layers": 48,
-    }  # fmt: skip
-    dense = planned_pair(tmp_path)
-    edit_json(tmp_path / "config.json", gdn)
-    pair = replace(dense, layout=read_target_layout(tmp_path, dense.model))
+    folder = hybrid_target(tmp_path / "hybrid")
+    dense = planned_pair(tmp_path / "dense")
+    pair = replace(dense, layout=read_target_layout(folder, dense.model))
     times = Roofline(pair, B200, Split())
-    state, token = 36 * 32 * 128 * 128 * 4, 12 * 2 * 8 * 128 * 2 + 5 * 2 * 8 * 128 * 2
+    state, token = 48 * 48 * 128 * 128 * 4, 16 * 2 * 8 * 128 * 2 + 5 * 2 * 8 * 128 * 2
     one, longer = (1 / times.kv_tokens(context) * context for context in (1000, 3000))
     free = 2000 * token / (longer - one)
     assert free * one == pytest.approx(17 * state + 1000 * token, rel=0.001)
