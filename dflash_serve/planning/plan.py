@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -199,33 +200,38 @@ class Plan:
             f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
         )
         if chosen.variant == OFF:
-            return f"{told}; speculation does not pay here."
+            best = _best((p for name, points in self.known.items() if name != OFF for p in points), self.question.objective)
+            if best is None:
+                return f"{told}. No setting with speculation meets the limits."
+            setting = f"{best.split}, batch {best.batch}, width {best.width}"
+            return f"{told}. Speculation does not pay here: its best is {best.throughput:,.0f} tokens/s/GPU ({setting})."
         plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
         gain = (
             f"With the same split and batch plain decoding gives {equal.throughput:,.0f}, at {equal.interactivity:,.0f} "
             f"tokens/s/user: speculation is {self.equal_batch_gain:.2f} times as fast"
         )
-        ends = f"its fastest point is {end.interactivity:,.0f} tokens/s/user ({end.split}, batch {end.batch})"
-        limits = " within your limits" if self.question.objective != Objective() else ""
+        ends = f"the fastest point is {end.interactivity:,.0f} tokens/s/user ({end.split}, batch {end.batch})"
         if plain is None or self.equal_interactivity_ratio is None:
-            return f"{told}. {gain}. No setting of plain decoding is{limits}: {ends}."
+            return f"{told}. {gain}. No setting of plain decoding meets the limits: {ends}."
+        limits = " that meets the limits" if self.question.objective != Objective() else ""
         return (
-            f"{told}. {gain}. Plain decoding's best{limits} is {plain.throughput:,.0f} tokens/s/GPU ({plain.split}, batch "
-            f"{plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as many; {ends}."
+            f"{told}. {gain}. The best setting of plain decoding{limits} gives {plain.throughput:,.0f} ({plain.split}, "
+            f"batch {plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as many. In plain decoding, "
+            f"{ends}."
         )
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
         pays = f"A fixed width of {block} " + (
-            f"stops paying at {stop} requests" if stop else "pays at every batch that fits"
+            f"stops paying at {stop} requests" if stop else "pays at every batch that has room for it"
         )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
         return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
 
     def cautions(self) -> Iterator[str]:
         """Limits and assumptions of this plan, one sentence each."""
-        asked, constants = self.question, self.question.constants
-        yield from (f"Roofline: {note}." if "operator tables" in note else f"{note}." for note in self.notes)
+        asked, constants, chosen = self.question, self.question.constants, self.chosen
+        yield from (f"{note}." for note in self.notes)
         if asked.pair.assumed:
             yield f"{_capital(asked.pair.assumed)}."
         if len(asked.acceptances) > 1:
@@ -237,6 +243,12 @@ class Plan:
             missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
             where = "" if asked.on.gpu.is_blackwell else missed
             yield f"Experts are taken as chosen independently by every slot of a block{where}."
+        room = self.room[chosen.split]
+        if asked.pair.layout.state_bytes and room.plain > room.speculative:
+            yield (
+                f"The target's recurrent layers keep a state for each request, and with a drafter one more for each slot of "
+                f"its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} without a drafter."
+            )
         if not self.can_follow:
             yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
         ratio = self.equal_interactivity_ratio
@@ -285,19 +297,18 @@ def make_plan(question: PlanQuestion) -> Plan:
     question.require_lengths()
     predictors: dict[Split, Predictor] = {}
     room: dict[Split, Room] = {}
-    notes: dict[str, None] = {}
+    notes: dict[str, list[Split]] = defaultdict(list)
     for split in question.splits():
         if (most := question.most(split)) == 0:
-            asked = question.deployment.limits.max_batch_size
-            notes[f"{split}: {question.copies(split)} copies cannot share limits.max_batch_size {asked}"] = None
+            notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
             continue
         times, why = question.step_times(split)
         if why:
-            notes[why] = None
+            notes[f"Roofline: {why}"].append(split)
         longest = question.load.isl + question.load.osl
         fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
         if fits.speculative < 1:
-            notes[f"{split}: weights leave no room for one request's K/V"] = None
+            notes["Weights leave no room for one request's K/V"].append(split)
             continue
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
         room[split] = Room(*(min(each, most or each) for each in fits))
@@ -310,7 +321,8 @@ def make_plan(question: PlanQuestion) -> Plan:
     follows = _can_follow(question)
     curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
     _require_met([point for each in curves for point in _points(each)], question.objective)
-    return Plan(question, follows, predictors, room, list(notes), curves)
+    told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
+    return Plan(question, follows, predictors, room, told, curves)
 
 
 def _can_follow(question: PlanQuestion) -> bool:

@@ -145,6 +145,7 @@ OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
 MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
 RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the operator tables' library counts them
+ABSORBED = 1088  # Multiplications of a head with one token's latent vector while decoding: DeepSeek's 512 + 64, and 512
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
 
 
@@ -174,11 +175,15 @@ class Roofline:
         return f"roofline of the {self.on.gpu.name.upper()}'s data sheet"
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
+        return self._target(batch, width, context, ABSORBED if self.pair.layout.latent else 2 * self.pair.layout.head_dim)
+
+    def _target(self, batch: int, width: int, context: int, each: int) -> Milliseconds:
+        # `each`: multiplications of one head's query with one token's keys and values.
         layout = self.pair.layout
         cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
-        return self._pass(
-            self._weights(batch * width), layout.active_parameters, batch * width, cached, layout.shape.num_layers
-        )
+        attended = sum(min(window or context, context) for window in layout.kv_windows)
+        multiplied = layout.active_parameters + attended * layout.attention_heads * each
+        return self._pass(self._weights(batch * width), multiplied, batch * width, cached, layout.shape.num_layers)
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
@@ -189,7 +194,7 @@ class Roofline:
         return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
-        return self.verify(prompts, tokens, tokens // 2)
+        return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
 
     def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
         own = RUNTIME_BYTES + self.pair.layout.weight_bytes / self.split.tensor
@@ -277,7 +282,7 @@ def priced(
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
         _ = measured.kv_tokens()
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
-        return by_hand, f"the operator tables cannot price {split} ({first_line(error)[:140]})"
+        return by_hand, f"the operator tables cannot price this ({first_line(error).partition(' {')[0][:140]})"
     return measured, None
 
 

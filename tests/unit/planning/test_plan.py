@@ -61,8 +61,9 @@ def test_three_lines_say_what_to_run_what_it_gives_and_where_that_comes_from(fol
     assert run.endswith(f"at most {batch} requests at once on each copy, {2 * batch} on all 2.")
     assert "tokens/s/GPU (" in gives
     assert "With the same split and batch plain decoding gives" in gives
-    assert re.search(r"Plain decoding's best within your limits is [\d,]+ tokens/s/GPU \(TP \d, batch \d+\)", gives)
-    assert "its fastest point is" in gives
+    best = r"The best setting of plain decoding that meets the limits gives [\d,]+ \(TP \d, batch \d+\)"
+    assert re.search(best, gives)
+    assert "In plain decoding, the fastest point is" in gives
     assert "Nothing was run: roofline of the H200's data sheet" in trust
     assert "A fixed width of 16" in trust
     said = (folder / "said.txt").read_text()
@@ -124,7 +125,7 @@ def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
 def test_where_plain_decoding_ends_there_is_no_ratio(tmp_path: Path) -> None:
     told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--slo-interactivity", "500")
     assert told["equal_interactivity_ratio"] is None
-    assert "No setting of plain decoding is within your limits: its fastest point is" in told["verdict"][1]
+    assert "No setting of plain decoding meets the limits: the fastest point is" in told["verdict"][1]
     assert told["plain_fastest"]["tokens_per_s_per_user"] < 500
 
 
@@ -163,17 +164,28 @@ def test_a_limit_of_requests_that_is_given_bounds_the_whole_plan(tmp_path: Path,
     given.write_text(yaml.safe_dump({**told, "limits": {"max_batch_size": 4}}))
     answered = answer(tmp_path / "out", str(given), *LENGTH, "--backend", backend)
     assert {point["tensor"] for point in answered["points"]} == {2, 4, 8}
-    assert "TP 1: 8 copies cannot share limits.max_batch_size 4." in answered["cautions"]
+    assert "limits.max_batch_size leaves less than one request to a copy: TP 1." in answered["cautions"]
     error = plan(tmp_path / "none", str(given), *LENGTH, "--tensor", "1").exception
     assert "limits.max_batch_size: not one request for each copy of the model; give at least 8" in str(error)
 
 
 def test_without_its_states_for_every_slot_a_hybrid_target_answers_more_requests(tmp_path: Path) -> None:
-    told = answer(tmp_path, "--target", str(hybrid_target(tmp_path / "hybrid")), *LENGTH, "--gpu", "h200")
+    low = ("--acceptance-length", "2.5")
+    told = answer(tmp_path, "--target", str(hybrid_target(tmp_path / "hybrid")), *low, "--gpu", "h200")
     room = told["requests_that_fit"]["TP 1"]
     assert room["plain"] > 5 * room["speculative"]
     most = {variant: max(p["batch"] for p in told["points"] if p["variant"] == variant) for variant in ("off", "auto")}
     assert (most["off"], most["auto"]) == (min(512, room["plain"]), room["speculative"])
+    assert re.search(r"Speculation does not pay here: its best is [\d,]+ tokens/s/GPU \(TP 1, batch", told["verdict"][1])
+    said = f"TP 1 has room for {room['speculative']} requests at once, {room['plain']} without a drafter."
+    assert any(caution.endswith(said) for caution in told["cautions"])
+
+
+def test_what_holds_of_several_splits_is_said_once(tmp_path: Path) -> None:
+    told = answer(tmp_path, "--target", "moonshotai/Kimi-K2.5", *LENGTH, "--gpu", "b300", "--count", "4")
+    assert "Weights leave no room for one request's K/V: TP 1; TP 2; TP 2, EP 2." in told["cautions"]
+    roofline = [each for each in told["cautions"] if each.startswith("Roofline: ")]
+    assert [each.rpartition(": ")[2] for each in roofline] == ["TP 1; TP 2; TP 2, EP 2; TP 4; TP 4, EP 4."]
 
 
 def test_the_kind_of_gpu_may_be_written_in_capitals(tmp_path: Path) -> None:

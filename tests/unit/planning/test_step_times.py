@@ -50,6 +50,12 @@ def test_the_roofline_charges_for_more_of_everything(tmp_path: Path) -> None:
     assert Roofline(times.pair, SPECIFICATIONS["h100"], Split()).verify(8, 8, 1000).total > base
 
 
+def test_long_prompts_cost_the_square_of_their_length(tmp_path: Path) -> None:
+    times = Roofline(planned_pair(tmp_path), B200, Split())
+    linear, attention = 2 * 8.2e9 * 40_000, 4 * 36 * 32 * 128 * 40_000**2 / 2
+    assert times.prefill(1, 40_000).total == pytest.approx(1e3 * (linear + attention) / (0.7 * 2.25e15), rel=0.05)
+
+
 def test_more_rows_go_through_more_experts(tmp_path: Path) -> None:
     times = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), B200, Split())
     assert times.verify(1, 10, 1).total > 3 * times.verify(1, 1, 1).total
