@@ -43,6 +43,7 @@ from dflash_serve.planning.step_times import (
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
+USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128  # Of the drafters of targets with a latent cache, which have none to follow (Kimi)
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,8 @@ def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int)
         hidden_size=shape.hidden_size,
         intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
         num_attention_heads=layout.attention_heads,
-        num_key_value_heads=layout.attention_heads if layout.latent else layout.kv_heads,
-        head_dim=layout.head_dim,
+        num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
+        head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
         layers=(AttentionKind(),) * USUAL_LAYERS,
     )
     words = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block_size}, is assumed"

@@ -40,6 +40,8 @@ from dflash_serve.errors import first_line
 LIBRARY = "aiconfigurator_core"
 QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
 """A number format -> the library's words for matrix products and experts."""
+ATTENTION = ("attention", "mla_block")
+"""Words in the names of operators that read a prefix."""
 SOURCES = {"silicon": "measured", "empirical": "roofline", "sol": "roofline"}
 
 
@@ -149,12 +151,17 @@ ABSORBED = 1088  # Multiplications of a head with one token's latent vector whil
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
 
 
+def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
+    # One sequence's keys and values on each device: heads are repeated, not split further, and so is a latent vector.
+    layout = pair.layout
+    return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
+
+
 def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool) -> int:
     # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The operator tables'
     # library is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
-    shared = 1 if layout.latent else min(tensor, layout.kv_heads)  # K/V heads are repeated, not split further
-    request, states = layout.kv_bytes(pair.kv_bytes_each, context) / shared, 1
+    request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
         free -= weight_bytes(drafter) / tensor
         request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
@@ -179,11 +186,12 @@ class Roofline:
 
     def _target(self, batch: int, width: int, context: int, each: int) -> Milliseconds:
         # `each`: multiplications of one head's query with one token's keys and values.
-        layout = self.pair.layout
-        cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
+        layout, tensor = self.pair.layout, self.split.tensor
+        cached = tensor * _kv_bytes(self.pair, tensor, context) + 2 * layout.state_bytes
         attended = sum(min(window or context, context) for window in layout.kv_windows)
         multiplied = layout.active_parameters + attended * layout.attention_heads * each
-        return self._pass(self._weights(batch * width), multiplied, batch * width, cached, layout.shape.num_layers)
+        rows = batch * width
+        return self._pass(self._weights(rows), multiplied, rows, batch * cached, layout.shape.num_layers)
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
@@ -312,11 +320,17 @@ class Tables:
         return f"operator tables of {name} {version(name)}, {self.engine} kernels on {self.on.system}"
 
     def _verify_uncached(self, batch: int, width: int, context: int) -> Milliseconds:
-        rows = [op for op in self._decode(batch * width, context) if "attention" not in op[0]]
+        rows = [op for op in self._decode(batch * width, context) if not any(name in op[0] for name in ATTENTION)]
         if width > 1:  # a recurrence reads its state once and writes one for each slot; the library counts both a slot
             half = {op[0]: op for op in self._decode(max(1, round(batch * (width + 1) / 2)), context)}
             rows = [half[op[0]] if "gdn_recurrence" in op[0] else op for op in rows]
-        return _sum([*rows, *(op for op in self._decode(batch, context) if "attention" in op[0])])
+        # A latent block has its products with weights in it, which depend on rows; only the rest depends on the prefix.
+        blocks = [*self._blocks(batch * width, 1), *self._blocks(batch, context)]
+        blocks += [(name, -ms, energy, source) for name, ms, energy, source in self._blocks(batch, 1)]
+        return _sum([*rows, *blocks, *(op for op in self._decode(batch, context) if "attention" in op[0])])
+
+    def _blocks(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:
+        return [op for op in self._decode(rows, context) if "mla_block" in op[0]]
 
     @quiet()
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:

@@ -98,6 +98,17 @@ def test_a_block_reads_its_prefix_once(dense: Tables) -> None:
     assert longer == pytest.approx(dense.verify(32, 1, 8000).total - dense.verify(32, 1, 1000).total, rel=1e-6)
 
 
+def test_a_block_reads_a_latent_prefix_once_and_its_weights_for_all_rows() -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    times = Tables(shipped_pair("moonshotai/Kimi-K2.5"), B200, Split(8), "sglang")
+    longer = times.verify(8, 16, 60_000).total - times.verify(8, 16, 1000).total
+    assert longer == pytest.approx(times.verify(8, 1, 60_000).total - times.verify(8, 1, 1000).total, rel=1e-6)
+    assert times.verify(8, 16, 1).total == pytest.approx(times.verify(128, 1, 1).total)
+    by_hand = Roofline(times.pair, B200, Split(8))
+    split = by_hand.verify(8, 1, 60_000).total - by_hand.verify(8, 1, 1).total
+    assert split > 1e3 * 8 * 60_000 * 61 * 576 * 2 / 7.7e12, "every device reads the whole latent vector"
+
+
 def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
     alone = 965_111  # tokens of Qwen3-8B without a drafter, as the library counts
     assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
