@@ -200,24 +200,25 @@ class Plan:
             f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
         )
         if chosen.variant == OFF:
-            best = _best((p for name, points in self.known.items() if name != OFF for p in points), self.question.objective)
+            wide = (point for point in _points(self.known) if point.variant != OFF)
+            best = _best(wide, self.question.objective)
             if best is None:
                 return f"{told}. No setting with speculation meets the limits."
             setting = f"{best.split}, batch {best.batch}, width {best.width}"
-            return f"{told}. Speculation does not pay here: its best is {best.throughput:,.0f} tokens/s/GPU ({setting})."
+            return f"{told}. Speculation does not pay here: its best gives {best.throughput:,.0f} ({setting})."
         plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
         gain = (
-            f"With the same split and batch plain decoding gives {equal.throughput:,.0f}, at {equal.interactivity:,.0f} "
-            f"tokens/s/user: speculation is {self.equal_batch_gain:.2f} times as fast"
+            f"With the same split and batch plain decoding gives {equal.throughput:,.0f}, at "
+            f"{equal.interactivity:,.0f} tokens/s/user: speculation is {self.equal_batch_gain:.2f} times as fast"
         )
         ends = f"the fastest point is {end.interactivity:,.0f} tokens/s/user ({end.split}, batch {end.batch})"
         if plain is None or self.equal_interactivity_ratio is None:
             return f"{told}. {gain}. No setting of plain decoding meets the limits: {ends}."
         limits = " that meets the limits" if self.question.objective != Objective() else ""
         return (
-            f"{told}. {gain}. The best setting of plain decoding{limits} gives {plain.throughput:,.0f} ({plain.split}, "
-            f"batch {plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as many. In plain decoding, "
-            f"{ends}."
+            f"{told}. {gain}. The best setting of plain decoding{limits} gives {plain.throughput:,.0f} "
+            f"({plain.split}, batch {plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as "
+            f"many. In plain decoding, {ends}."
         )
 
     def _trust(self) -> str:
@@ -246,8 +247,9 @@ class Plan:
         room = self.room[chosen.split]
         if asked.pair.layout.state_bytes and room.plain > room.speculative:
             yield (
-                f"The target's recurrent layers keep a state for each request, and with a drafter one more for each slot of "
-                f"its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} without a drafter."
+                "The target's recurrent layers keep a state for each request, and with a drafter one more for each "
+                f"slot of its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} "
+                "without a drafter."
             )
         if not self.can_follow:
             yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
@@ -303,13 +305,13 @@ def make_plan(question: PlanQuestion) -> Plan:
             notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
             continue
         times, why = question.step_times(split)
-        if why:
-            notes[f"Roofline: {why}"].append(split)
         longest = question.load.isl + question.load.osl
         fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
         if fits.speculative < 1:
             notes["Weights leave no room for one request's K/V"].append(split)
             continue
+        if why:
+            notes[f"Roofline: {why}"].append(split)
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
         room[split] = Room(*(min(each, most or each) for each in fits))
     if not predictors:

@@ -17,10 +17,9 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
 from dflash_serve.common.documents import read_json
-from dflash_serve.deployment import PER_NODE, Deployment
+from dflash_serve.deployment import PER_NODE, Deployment, Parallel
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
-from dflash_serve.server_adapter import KV_BYTES
 from dflash_serve.planning.prediction import (
     FITTED,
     Constants,
@@ -40,10 +39,12 @@ from dflash_serve.planning.step_times import (
     priced,
     shipped_configuration,
 )
+from dflash_serve.server_adapter import KV_BYTES
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
-USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128  # Of the drafters of targets with a latent cache, which have none to follow (Kimi)
+USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
+"""Of the drafters of targets with a latent cache (Kimi): there are no K/V heads to follow."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class PlanQuestion:
             UserError: the one that was asked for does not.
         """
         parallel, layout = self.deployment.parallel, self.pair.layout
+        for name in ("pipeline", "context", "attention_data"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                do = "leave it out: a plan has TP, EP and copies alone"
+                raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
         sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, PER_NODE)]
         tensors = [size for size in sizes if not list(self._split_problems(size))]
         if "tensor" in parallel.model_fields_set:
@@ -131,8 +136,11 @@ class PlanQuestion:
             Split(tensor, expert)
             for tensor in tensors
             for expert in sorted(asked or {1, tensor})
-            if expert == 1 or (layout.experts and not layout.experts % expert)
+            if expert == 1 or (layout.experts and not layout.experts % expert and not tensor % expert)
         ]
+        if not found and asked:
+            what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
+            raise UserError(what, where="--expert", do="leave it out, or use 1 or as many as TP")
         if not found:
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible"
             raise UserError(what, where="--count", do="give another number of GPUs")

@@ -158,8 +158,8 @@ def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
 
 
 def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool) -> int:
-    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The operator tables'
-    # library is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The tables' library
+    # is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
@@ -182,7 +182,8 @@ class Roofline:
         return f"roofline of the {self.on.gpu.name.upper()}'s data sheet"
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
-        return self._target(batch, width, context, ABSORBED if self.pair.layout.latent else 2 * self.pair.layout.head_dim)
+        layout = self.pair.layout
+        return self._target(batch, width, context, ABSORBED if layout.latent else 2 * layout.head_dim)
 
     def _target(self, batch: int, width: int, context: int, each: int) -> Milliseconds:
         # `each`: multiplications of one head's query with one token's keys and values.

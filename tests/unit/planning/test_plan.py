@@ -176,7 +176,7 @@ def test_without_its_states_for_every_slot_a_hybrid_target_answers_more_requests
     assert room["plain"] > 5 * room["speculative"]
     most = {variant: max(p["batch"] for p in told["points"] if p["variant"] == variant) for variant in ("off", "auto")}
     assert (most["off"], most["auto"]) == (min(512, room["plain"]), room["speculative"])
-    assert re.search(r"Speculation does not pay here: its best is [\d,]+ tokens/s/GPU \(TP 1, batch", told["verdict"][1])
+    assert re.search(r"Speculation does not pay here: its best gives [\d,]+ \(TP 1, batch", told["verdict"][1])
     said = f"TP 1 has room for {room['speculative']} requests at once, {room['plain']} without a drafter."
     assert any(caution.endswith(said) for caution in told["cautions"])
 
@@ -185,7 +185,16 @@ def test_what_holds_of_several_splits_is_said_once(tmp_path: Path) -> None:
     told = answer(tmp_path, "--target", "moonshotai/Kimi-K2.5", *LENGTH, "--gpu", "b300", "--count", "4")
     assert "Weights leave no room for one request's K/V: TP 1; TP 2; TP 2, EP 2." in told["cautions"]
     roofline = [each for each in told["cautions"] if each.startswith("Roofline: ")]
-    assert [each.rpartition(": ")[2] for each in roofline] == ["TP 1; TP 2; TP 2, EP 2; TP 4; TP 4, EP 4."]
+    assert [each.rpartition(": ")[2] for each in roofline] == ["TP 4; TP 4, EP 4."]
+
+
+def test_parallelism_that_no_plan_has_is_refused(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    told = {"target": {"model": PAIR[1]}, "hardware": {"gpu": "b200", "count": 4}}
+    for name, value in {"pipeline": 2, "attention_data": True}.items():
+        given.write_text(yaml.safe_dump({**told, "parallel": {"tensor": 2, name: value}}))
+        error = plan(tmp_path / "out", str(given), *LENGTH).exception
+        assert str(error).startswith(f"parallel.{name}: this is not planned for; leave it out")
 
 
 def test_the_kind_of_gpu_may_be_written_in_capitals(tmp_path: Path) -> None:
@@ -201,7 +210,9 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
     given.write_text(yaml.safe_dump(limited))
     words = (str(given), *LENGTH, "--gpu", "b200", "--isl")
     assert plan(tmp_path / "a", *words, "3072").exception is None
-    assert "exceed limits.max_model_len, 4096; give 4096 together" in str(plan(tmp_path / "b", *words, "3073").exception)
+    assert "exceed limits.max_model_len, 4096; give 4096 together" in str(
+        plan(tmp_path / "b", *words, "3073").exception
+    )
     given.write_text(yaml.safe_dump({**limited, "limits": {"max_model_len": 50000}}))
     assert "50000 is more than the target's 40960 positions" in str(plan(tmp_path / "b", *words, "8").exception)
 
@@ -220,6 +231,7 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
             ("--gpu", "b200", "--isl", "100000", "--osl", "100000"),
             "prompts of 100000 and answers of 100000 tokens exceed the positions of .*, 40960; give 40960 together",
         ),
+        (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
         (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for this task"),
