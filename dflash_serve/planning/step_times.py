@@ -158,8 +158,8 @@ def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
 
 
 def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool) -> int:
-    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The tables' library
-    # is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The library of
+    # the tables is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
