@@ -99,7 +99,7 @@ class PlanQuestion:
         """
         shape, drafter, deployment = self.pair.layout.shape, self.pair.drafter, self.deployment
         raise_problems(list(length_problems(deployment, shape)))
-        windowed = deployment.speculation.draft_window or all(kind.window for kind in drafter.layers)
+        windowed = deployment.speculation.draft_window or any(kind.window for kind in drafter.layers)
         unbounded = windowed or drafter.rope.scaling or self.pair.assumed
         allowed = (
             (shape.max_position_embeddings, f"the positions of {shape.name}"),

@@ -213,6 +213,9 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
     assert "exceed limits.max_model_len, 4096; give 4096 together" in str(
         plan(tmp_path / "b", *words, "3073").exception
     )
+    coder = ("--target", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "--drafter", "z-lab/Qwen3-Coder-30B-A3B-DFlash")
+    error = plan(tmp_path / "b", *coder, *LENGTH, "--gpu", "b200", "--isl", "50000").exception
+    assert "exceed the positions of the drafter, 40960" in str(error), "the target has 262144"
     given.write_text(yaml.safe_dump({**limited, "limits": {"max_model_len": 50000}}))
     assert "50000 is more than the target's 40960 positions" in str(plan(tmp_path / "b", *words, "8").exception)
 
