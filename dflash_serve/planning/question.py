@@ -193,7 +193,7 @@ def read_pair(deployment: Deployment) -> Pair:
     drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
     kind = deployment.kv_cache.dtype
     bytes_each = KV_BYTES["fp8" if kind == "auto" and layout.quantized_kv else kind]
-    return Pair(model, folder, layout, drafter, assumed, bytes_each)
+    return Pair(model, folder, layout, drafter, assumed, bytes_each, deployment.kv_cache.memory_fraction)
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:

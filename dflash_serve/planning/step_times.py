@@ -91,6 +91,7 @@ class Pair:
     drafter: DrafterConfig
     assumed: str | None = None  # The assumption about the drafter, where none was named
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
+    memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
 
 
 class StepTimes(Protocol):
@@ -157,7 +158,7 @@ def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
     return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
 
 
-def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool) -> int:
+def _tokens(pair: Pair, on: Specification, split: Split, free: float, context: int, *, drafts: bool) -> int:
     # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The library of
     # the tables is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
@@ -166,6 +167,8 @@ def _tokens(pair: Pair, split: Split, free: float, context: int, *, drafts: bool
         free -= weight_bytes(drafter) / tensor
         request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
+    if pair.memory_fraction is not None:
+        free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.gpu.memory)
     return max(0, int(free * context / (request + states * layout.state_bytes / tensor)))
 
 
@@ -207,7 +210,7 @@ class Roofline:
 
     def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
         own = RUNTIME_BYTES + self.pair.layout.weight_bytes / self.split.tensor
-        return _tokens(self.pair, self.split, MEMORY_SHARE * self.on.gpu.memory - own, context, drafts=drafts)
+        return _tokens(self.pair, self.on, self.split, MEMORY_SHARE * self.on.gpu.memory - own, context, drafts=drafts)
 
     @property
     def _precision(self) -> str:
@@ -338,7 +341,7 @@ class Tables:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
     def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        return _tokens(self.pair, self.split, self._free, context, drafts=drafts)
+        return _tokens(self.pair, self.on, self.split, self._free, context, drafts=drafts)
 
     @cached_property
     @quiet()

@@ -81,6 +81,15 @@ def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     assert tight.kv_tokens() < Roofline(tight.pair, SPECIFICATIONS["b300"], Split()).kv_tokens()
 
 
+def test_a_share_of_the_memory_that_is_given_is_kept(tmp_path: Path) -> None:
+    pair = planned_pair(tmp_path)
+    usual, less, more = (
+        Roofline(replace(pair, memory_fraction=share), B200, Split()).kv_tokens() for share in (None, 0.4, 0.8)
+    )
+    assert less == pytest.approx(more / 2, rel=1e-4)
+    assert less < usual < 1.1 * more
+
+
 @pytest.mark.parametrize(("batch", "plain", "wide", "draft"), [(1, 3.64, 3.81, 0.79), (32, 3.91, 7.64, 1.59)])
 def test_the_tables_give_what_was_written_down_of_them(
     dense: Tables, batch: int, plain: float, wide: float, draft: float
