@@ -60,6 +60,10 @@ def _text_keys(value: object) -> object:
 EngineArgsOfBackends = Annotated[dict[str, dict[str, JsonValue]], BeforeValidator(_text_keys)]
 Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
 """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
+GpuName = Annotated[
+    Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"],
+    BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name),
+]
 
 
 class Model(Frozen):
@@ -158,7 +162,7 @@ class Serving(Frozen):
 class Hardware(Frozen):
     """Hardware of the server."""
 
-    gpu: Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"] | None = None
+    gpu: GpuName | None = None
     """Kind of GPU, whose memory and number formats are checked before launch. gb200 and gb300 are beside a Grace CPU
     (arm64, four on a node); `none` = a CPU, None = the machine's own."""
     count: PositiveInt = 1

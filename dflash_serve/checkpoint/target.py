@@ -316,16 +316,34 @@ def _weights(inner: Mapping[str, object], asked: Quantization, native: str | Non
     inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
     # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
     outside = inside if {"fp8", "nvfp4"} & {asked, native} else 16.0
-    hidden, layers, experts = _size(inner, "hidden_size"), _size(inner, "num_hidden_layers"), _first(inner, EXPERTS)
+    hidden, experts, kinds = _size(inner, "hidden_size"), _first(inner, EXPERTS), layer_kinds(inner)
     ends = _size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
-    dense = _size(inner, "first_k_dense_replace") if experts else layers
     wide = _size(inner, "intermediate_size")
-    # Three matrices for each MLP or expert.
-    one_of_each = 3 * hidden * _size(inner, "moe_intermediate_size", wide) * (layers - dense)
-    mlp = 3 * hidden * wide * dense + one_of_each * _size(inner, "n_shared_experts")
-    attention, routed = layers * _attention(inner, hidden), one_of_each * experts
+    if pattern := inner.get("hybrid_override_pattern"):  # Nemotron-H, whose MLPs are layers, of two matrices each
+        matrices, dense, sparse = 2, str(pattern).count("-"), str(pattern).count("E")
+    else:
+        matrices, dense = 3, _size(inner, "first_k_dense_replace") if experts else len(kinds)
+        sparse = len(kinds) - dense
+    each = _size(inner, "moe_intermediate_size", wide)
+    expert = matrices * _size(inner, "moe_latent_size", hidden) * each * sparse
+    shared = _size(inner, "n_shared_experts") * _size(inner, "moe_shared_expert_intermediate_size", each) * sparse
+    mlp = matrices * hidden * (wide * dense + shared)
+    attention, routed = sum(_mixer(inner, hidden, kind) for kind in kinds), expert * experts
     whole = (mlp + routed) * inside + attention * outside + ends * 16
-    return int(whole / 8), int(routed * inside / 8), mlp + one_of_each * _first(inner, CHOSEN) + attention + ends
+    return int(whole / 8), int(routed * inside / 8), mlp + expert * _first(inner, CHOSEN) + attention + ends
+
+
+def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
+    # What is not the MLP in a layer: attention, or a recurrence of the sizes that are known, else taken to be as large.
+    if kind.startswith(("mlp", "moe")):
+        return 0
+    heads, groups = _size(inner, "linear_num_value_heads"), _size(inner, "linear_num_key_heads")
+    if kind == "linear_attention" and heads and groups:  # Qwen3-Next, Qwen3.5: q, k; v, its gate and the output
+        keys, values = groups * _size(inner, "linear_key_head_dim"), heads * _size(inner, "linear_value_head_dim")
+        return hidden * (2 * keys + 3 * values)
+    if kind == "mamba" and (values := _size(inner, "mamba_num_heads") * _size(inner, "mamba_head_dim")):
+        return hidden * (3 * values + 2 * _size(inner, "n_groups") * _size(inner, "ssm_state_size"))
+    return _attention(inner, hidden)
 
 
 def _attention(inner: Mapping[str, object], hidden: int) -> int:
@@ -339,4 +357,5 @@ def _attention(inner: Mapping[str, object], hidden: int) -> int:
             hidden * (query + rank + rope) + query * heads * (nope + rope) + rank * heads * (nope + value)
             + heads * value * hidden
         )  # fmt: skip
-    return hidden * _head_dim(inner) * 2 * (heads + _size(inner, "num_key_value_heads", heads))
+    gate = heads if inner.get("attn_output_gate") else 0
+    return hidden * _head_dim(inner) * (2 * (heads + _size(inner, "num_key_value_heads", heads)) + gate)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -37,6 +38,13 @@ ROOFLINE_ERROR = 0.3
 Curves = dict[str, list[OperatingPoint]]  # Variant -> points, split after split, by rising batch
 
 
+class Room(NamedTuple):
+    """Requests at once whose K/V and states fit on one copy, and that the deployment's own limit allows."""
+
+    speculative: int
+    plain: int  # Without the drafter and its K/V, and with one recurrent state for a request instead of one for a slot
+
+
 @dataclass(frozen=True)
 class Plan:
     """The answer to a question, derived from all points that were priced."""
@@ -44,7 +52,7 @@ class Plan:
     question: PlanQuestion
     can_follow: bool  # True where the engine can run `width: auto`
     predictors: dict[Split, Predictor]
-    room: dict[Split, int]  # Requests whose K/V fits, by split
+    room: dict[Split, Room]
     notes: list[str]
     curves: list[Curves]  # For each acceptance of the question
 
@@ -74,11 +82,15 @@ class Plan:
         return _fastest(self.known[OFF])
 
     @cached_property
+    def plain_at_equal_batch(self) -> OperatingPoint:
+        """Plain decoding at the chosen split and batch."""
+        chosen = self.chosen
+        return next(each for each in self.known[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
+
+    @property
     def equal_batch_gain(self) -> float:
         """Tokens/s/GPU by plain decoding's at the chosen split and batch."""
-        chosen = self.chosen
-        plain = next(each for each in self.known[OFF] if (each.split, each.batch) == (chosen.split, chosen.batch))
-        return chosen.throughput / plain.throughput
+        return self.chosen.throughput / self.plain_at_equal_batch.throughput
 
     @property
     def equal_interactivity_ratio(self) -> float | None:
@@ -118,7 +130,7 @@ class Plan:
     @property
     def copies(self) -> int:
         """Copies of the model on all GPUs."""
-        return self.question.count // self.chosen.split.tensor
+        return self.question.copies(self.chosen.split)
 
     @property
     def copies_in_one_server(self) -> int:
@@ -174,9 +186,12 @@ class Plan:
         width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
         wide = f" (about {chosen.width} at full load)" if chosen.variant == AUTO else ""
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
+        most = f"{chosen.batch} request{'s' * (chosen.batch > 1)} at once"
+        if self.copies > 1:
+            most += f" on each copy, {chosen.batch * self.copies} on all {self.copies}"
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.gpu.name.upper()} with {chosen.split}{copies}, "
-            f"{width}{wide}, at most {chosen.batch} request{'s' * (chosen.batch > 1)} at once a copy."
+            f"{width}{wide}, at most {most}."
         )
 
     def _gives(self) -> str:
@@ -186,32 +201,39 @@ class Plan:
             f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
         )
         if chosen.variant == OFF:
-            return f"{told}; speculation does not pay here."
-        gain = f"{self.equal_batch_gain:.2f} times as fast as plain decoding at equal batch"
-        plain, ratio, end = self.plain, self.equal_interactivity_ratio, self.plain_fastest
-        if plain is None or ratio is None:
-            return (
-                f"{told}; {gain}. Plain decoding does not get there: it ends at {end.interactivity:,.0f} tokens/s/user "
-                f"({end.split}, batch {end.batch})."
-            )
+            wide = (point for point in _points(self.known) if point.variant != OFF)
+            best = _best(wide, self.question.objective)
+            if best is None:
+                return f"{told}. No setting with speculation meets the limits."
+            setting = f"{best.split}, batch {best.batch}, width {best.width}"
+            return f"{told}. Speculation does not pay here: its best gives {best.throughput:,.0f} ({setting})."
+        plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
+        gain = (
+            f"With the same split and batch plain decoding gives {equal.throughput:,.0f}, at "
+            f"{equal.interactivity:,.0f} tokens/s/user: speculation is {self.equal_batch_gain:.2f} times as fast"
+        )
+        ends = f"the fastest point is {end.interactivity:,.0f} tokens/s/user ({end.split}, batch {end.batch})"
+        if plain is None or self.equal_interactivity_ratio is None:
+            return f"{told}. {gain}. No setting of plain decoding meets the limits: {ends}."
+        limits = " that meets the limits" if self.question.objective != Objective() else ""
         return (
-            f"{told}; {gain}, {ratio:.2f} times within the same limits (plain: {plain.throughput:,.0f} at "
-            f"{plain.split}, batch {plain.batch}; its fastest point is {end.interactivity:,.0f} tokens/s/user, "
-            f"{end.split}, batch {end.batch})."
+            f"{told}. {gain}. The best setting of plain decoding{limits} gives {plain.throughput:,.0f} "
+            f"({plain.split}, batch {plain.batch}): this plan gives {self.equal_interactivity_ratio:.2f} times as "
+            f"many. In plain decoding, {ends}."
         )
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
         pays = f"A fixed width of {block} " + (
-            f"stops paying at {stop} requests" if stop else "pays at every batch that fits"
+            f"stops paying at {stop} requests" if stop else "pays at every batch that has room for it"
         )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
         return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
 
     def cautions(self) -> Iterator[str]:
         """Limits and assumptions of this plan, one sentence each."""
-        asked, constants = self.question, self.question.constants
-        yield from (f"Roofline: {note}." if "operator tables" in note else f"{note}." for note in self.notes)
+        asked, constants, chosen = self.question, self.question.constants, self.chosen
+        yield from (f"{note}." for note in self.notes)
         if asked.pair.assumed:
             yield f"{_capital(asked.pair.assumed)}."
         if len(asked.acceptances) > 1:
@@ -223,6 +245,13 @@ class Plan:
             missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
             where = "" if asked.on.gpu.is_blackwell else missed
             yield f"Experts are taken as chosen independently by every slot of a block{where}."
+        room = self.room[chosen.split]
+        if asked.pair.layout.state_bytes and room.plain > room.speculative:
+            yield (
+                "The target's recurrent layers keep a state for each request, and with a drafter one more for each "
+                f"slot of its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} "
+                "without a drafter."
+            )
         if not self.can_follow:
             yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
         ratio = self.equal_interactivity_ratio
@@ -268,27 +297,35 @@ def make_plan(question: PlanQuestion) -> Plan:
     Raises:
         UserError: not one request fits, or nothing meets the limits.
     """
+    question.require_lengths()
     predictors: dict[Split, Predictor] = {}
-    room: dict[Split, int] = {}
-    notes: dict[str, None] = {}
+    room: dict[Split, Room] = {}
+    notes: dict[str, list[Split]] = defaultdict(list)
     for split in question.splits():
-        times, why = question.step_times(split)
-        if why:
-            notes[why] = None
-        longest = question.load.isl + question.load.osl
-        fits = times.kv_tokens(longest) // longest
-        if fits < 1:
-            notes[f"{split}: weights leave no room for one request's K/V"] = None
+        if (most := question.most(split)) == 0:
+            notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
             continue
+        times, why = question.step_times(split)
+        longest = question.load.isl + question.load.osl
+        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
+        if fits.speculative < 1:
+            notes["Weights leave no room for one request's K/V"].append(split)
+            continue
+        if why:
+            notes[f"Roofline: {why}"].append(split)
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
-        room[split] = fits
+        room[split] = Room(*(min(each, most or each) for each in fits))
     if not predictors:
+        if question.most(split) == 0:
+            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
+            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
         what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.gpu.name}"
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
     curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
     _require_met([point for each in curves for point in _points(each)], question.objective)
-    return Plan(question, follows, predictors, room, list(notes), curves)
+    told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
+    return Plan(question, follows, predictors, room, told, curves)
 
 
 def _can_follow(question: PlanQuestion) -> bool:
@@ -306,24 +343,28 @@ def _can_follow(question: PlanQuestion) -> bool:
 def _curves(
     question: PlanQuestion,
     predictors: dict[Split, Predictor],
-    room: dict[Split, int],
+    room: dict[Split, Room],
     acceptance: ExpectedAcceptance,
     *,
     follows: bool,
 ) -> Curves:
-    block, deployment = question.block_size, question.deployment
+    block = question.block_size
     curves: Curves = {OFF: [], _fixed(block): [], **({AUTO: []} if follows else {})}
     for split, predictor in predictors.items():
-        asked = (deployment.limits.max_batch_size or 0) // deployment.parallel.data  # a server's, shared by its copies
-        most = min(room[split], asked or BATCHES[-1], BATCHES[-1])
-        batches = sorted({*(batch for batch in BATCHES if batch < most), most})
-        curves[OFF] += predictor.curve(OFF, batches, 1, acceptance)
+        batches, plain = (_batches(most) for most in room[split])
+        curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
         curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
         if follows:  # at each batch, the width that the policy chooses
             chosen = [predictor.auto(batch, _widths(block), acceptance) for batch in batches]
             by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
             curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
     return curves
+
+
+def _batches(most: int) -> list[int]:
+    # Batches to price, the largest included.
+    most = min(most, BATCHES[-1])
+    return sorted({*(batch for batch in BATCHES if batch < most), most})
 
 
 def _fixed(block_size: int) -> str:
@@ -414,7 +455,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "equal_batch_gain": plan.equal_batch_gain,
         "equal_interactivity_ratio": plan.equal_interactivity_ratio,
         "fixed_width_stops_paying_at": plan.stops_at,
-        "requests_that_fit": {str(split): room for split, room in plan.room.items()},
+        "requests_that_fit": {str(split): room._asdict() for split, room in plan.room.items()},
         "basis": plan.basis,
         "constants": asked.constants.model_dump(),
         "calibration": asked.calibration or None,
@@ -442,7 +483,14 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     if plan.deployment is not None:
         told = plan.verdict()
         if plan.copies > plan.copies_in_one_server:
-            told.append(f"One of {plan.copies} servers alike: `dflash-serve deploy` makes replicas.")
+            copies, batch = plan.copies, plan.deployment.limits.max_batch_size or 0
+            told.append(
+                f"This is one of {copies} servers alike, each with at most {batch} requests at once. "
+                f"For `dflash-serve deploy` to make all of them, set parallel.data to {copies}, "
+                f"hardware.count to {plan.question.count} and limits.max_batch_size to {batch * copies}."
+            )
+        elif plan.copies > 1:
+            told.append("limits.max_batch_size is the number of requests at once on all copies together.")
         fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
         contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
     if plan.question.calibration:

@@ -17,9 +17,9 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
 from dflash_serve.common.documents import read_json
-from dflash_serve.deployment import PER_NODE, Deployment
-from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems
-from dflash_serve.errors import Problem, UserError, did_you_mean, raise_problems
+from dflash_serve.deployment import PER_NODE, Deployment, Parallel
+from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
+from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
     Constants,
@@ -39,9 +39,12 @@ from dflash_serve.planning.step_times import (
     priced,
     shipped_configuration,
 )
+from dflash_serve.server_adapter import KV_BYTES
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
+USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
+"""Of the drafters of targets with a latent cache (Kimi): there are no K/V heads to follow."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,36 @@ class PlanQuestion:
         """Number of GPUs."""
         return self.deployment.hardware.count
 
+    def copies(self, split: Split) -> int:
+        """Copies of the model on all GPUs."""
+        return self.count // split.tensor
+
+    def most(self, split: Split) -> int | None:
+        """Requests at once on one copy by `limits.max_batch_size`, which all copies share; None = no limit."""
+        asked = self.deployment.limits.max_batch_size
+        return None if asked is None else asked // self.copies(split)
+
+    def require_lengths(self) -> None:
+        """Refuses requests that are longer than target, drafter or `limits.max_model_len` allow.
+
+        Raises:
+            UserError: they are; says which.
+        """
+        shape, drafter, deployment = self.pair.layout.shape, self.pair.drafter, self.deployment
+        raise_problems(list(length_problems(deployment, shape)))
+        windowed = deployment.speculation.draft_window or any(kind.window for kind in drafter.layers)
+        unbounded = windowed or drafter.rope.scaling or self.pair.assumed
+        allowed = (
+            (shape.max_position_embeddings, f"the positions of {shape.name}"),
+            (deployment.limits.max_model_len, "limits.max_model_len"),
+            (None if unbounded else drafter.max_position_embeddings, "the positions of the drafter"),
+        )
+        isl, osl = self.load.isl, self.load.osl
+        most, name = min(((most, name) for most, name in allowed if most), default=(isl + osl, ""))
+        if isl + osl > most:
+            what = f"prompts of {isl} and answers of {osl} tokens exceed {name}, {most}"
+            raise UserError(what, where="--isl, --osl", do=f"give {most} together at most")
+
     def splits(self) -> list[Split]:
         """Ways of laying one copy over GPUs: the one that was asked for, or all that divide.
 
@@ -86,19 +119,28 @@ class PlanQuestion:
             UserError: the one that was asked for does not.
         """
         parallel, layout = self.deployment.parallel, self.pair.layout
+        for name in ("pipeline", "context", "attention_data"):
+            if getattr(parallel, name) != Parallel.model_fields[name].default:
+                do = "leave it out: a plan has TP, EP and copies alone"
+                raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, PER_NODE)]
+        tensors = [size for size in sizes if not list(self._split_problems(size))]
         if "tensor" in parallel.model_fields_set:
-            raise_problems(list(self._split_problems(parallel.tensor)))
+            for what in self._split_problems(parallel.tensor):
+                possible = " or ".join(map(str, tensors))
+                more = "; more GPUs (--count) allow more" if self.count < PER_NODE else ""
+                raise UserError(what, where="--tensor", do=f"use {possible or 'another'}{more}")
             tensors = [parallel.tensor]
-        else:
-            sizes = [size for size in (1, 2, 4, 8, 16) if size <= min(self.count, PER_NODE)]
-            tensors = [size for size in sizes if not list(self._split_problems(size))]
         asked = {parallel.expert} if "expert" in parallel.model_fields_set else None
         found = [
             Split(tensor, expert)
             for tensor in tensors
             for expert in sorted(asked or {1, tensor})
-            if expert == 1 or (layout.experts and not layout.experts % expert)
+            if expert == 1 or (layout.experts and not layout.experts % expert and not tensor % expert)
         ]
+        if not found and asked:
+            what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
+            raise UserError(what, where="--expert", do="leave it out, or use 1 or as many as TP")
         if not found:
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible"
             raise UserError(what, where="--count", do="give another number of GPUs")
@@ -108,12 +150,11 @@ class PlanQuestion:
         """As `priced`."""
         return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
 
-    def _split_problems(self, tensor: int) -> Iterator[Problem]:
+    def _split_problems(self, tensor: int) -> Iterator[str]:
         if self.count % tensor:
-            what = f"TP {tensor} does not divide {self.count} GPUs"
-            yield Problem(what, "--tensor", f"use a divisor of {self.count}, or change --count")
+            yield f"TP {tensor} does not divide {self.count} GPU{'s' * (self.count > 1)}"
         for problem in head_problems(self.pair.layout, self.pair.drafter, tensor):
-            yield Problem(f"TP {tensor}: {problem.what} ({problem.where})", "--tensor", problem.do)
+            yield f"TP {tensor}: {problem.what} ({problem.where})"
 
 
 def specification(gpu: str | None) -> Specification:
@@ -123,10 +164,10 @@ def specification(gpu: str | None) -> Specification:
         UserError: no GPU was named, or its data sheet is not known.
     """
     have = ", ".join(SPECIFICATIONS)
-    if gpu in SPECIFICATIONS:
-        return SPECIFICATIONS[gpu]
     if gpu is None:
         raise UserError("which GPU?", where="--gpu", do=f"name one: {have}")
+    if (gpu := gpu.lower()) in SPECIFICATIONS:
+        return SPECIFICATIONS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
     raise UserError(what, where="--gpu", do=did_you_mean(gpu, SPECIFICATIONS) or f"there are: {have}")
 
@@ -149,8 +190,10 @@ def read_pair(deployment: Deployment) -> Pair:
     else:
         drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
-    bytes_each = 1.0 if deployment.kv_cache.dtype == "fp8" else 2.0
-    return Pair(model, folder, layout, drafter, assumed, bytes_each)
+    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
+    kind = deployment.kv_cache.dtype
+    bytes_each = KV_BYTES["fp8" if kind == "auto" and layout.quantized_kv else kind]
+    return Pair(model, folder, layout, drafter, assumed, bytes_each, deployment.kv_cache.memory_fraction)
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
@@ -164,8 +207,8 @@ def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int)
         hidden_size=shape.hidden_size,
         intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
         num_attention_heads=layout.attention_heads,
-        num_key_value_heads=layout.attention_heads if layout.latent else layout.kv_heads,
-        head_dim=layout.head_dim,
+        num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
+        head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
         layers=(AttentionKind(),) * USUAL_LAYERS,
     )
     words = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block_size}, is assumed"

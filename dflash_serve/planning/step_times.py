@@ -14,9 +14,11 @@ It knows nothing of kernels: it is optimistic about small batches, and says litt
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
+import shutil
 import tempfile
 import warnings
 from collections import Counter
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
+from dflash_serve.checkpoint.files import QUANT_CONFIG
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment import GPUS, Gpu, Model
@@ -37,6 +40,8 @@ from dflash_serve.errors import first_line
 LIBRARY = "aiconfigurator_core"
 QUANTIZED = {"fp8": ("fp8", "fp8"), "nvfp4": ("nvfp4", "nvfp4")}
 """A number format -> the library's words for matrix products and experts."""
+ATTENTION = ("attention", "mla_block")
+"""Words in the names of operators that read a prefix."""
 SOURCES = {"silicon": "measured", "empirical": "roofline", "sol": "roofline"}
 
 
@@ -86,6 +91,7 @@ class Pair:
     drafter: DrafterConfig
     assumed: str | None = None  # The assumption about the drafter, where none was named
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
+    memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
 
 
 class StepTimes(Protocol):
@@ -108,8 +114,10 @@ class StepTimes(Protocol):
         """The target's pass over so many prompts of `tokens` tokens each."""
         ...
 
-    def kv_tokens(self, context: int = 1) -> int:
-        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models."""
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models, or beside the
+        target alone.
+        """
         ...
 
 
@@ -139,7 +147,29 @@ OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 """Shares of the data sheet that large copies and large matrix products reach."""
 ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
 MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
+RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the operator tables' library counts them
+ABSORBED = 1088  # Multiplications of a head with one token's latent vector while decoding: DeepSeek's 512 + 64, and 512
 FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
+
+
+def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
+    # One sequence's keys and values on each device: heads are repeated, not split further, and so is a latent vector.
+    layout = pair.layout
+    return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
+
+
+def _tokens(pair: Pair, on: Specification, split: Split, free: float, context: int, *, drafts: bool) -> int:
+    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The library of
+    # the tables is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+    layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
+    request, states = _kv_bytes(pair, tensor, context), 1
+    if drafts:
+        free -= weight_bytes(drafter) / tensor
+        request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
+        states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
+    if pair.memory_fraction is not None:
+        free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.gpu.memory)
+    return max(0, int(free * context / (request + states * layout.state_bytes / tensor)))
 
 
 @dataclass(frozen=True)
@@ -156,10 +186,16 @@ class Roofline:
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         layout = self.pair.layout
-        cached = (layout.kv_bytes(self.pair.kv_bytes_each, context) + 2 * layout.state_bytes) * batch
-        return self._pass(
-            self._weights(batch * width), layout.active_parameters, batch * width, cached, layout.shape.num_layers
-        )
+        return self._target(batch, width, context, ABSORBED if layout.latent else 2 * layout.head_dim)
+
+    def _target(self, batch: int, width: int, context: int, each: int) -> Milliseconds:
+        # `each`: multiplications of one head's query with one token's keys and values.
+        layout, tensor = self.pair.layout, self.split.tensor
+        cached = tensor * _kv_bytes(self.pair, tensor, context) + 2 * layout.state_bytes
+        attended = sum(min(window or context, context) for window in layout.kv_windows)
+        multiplied = layout.active_parameters + attended * layout.attention_heads * each
+        rows = batch * width
+        return self._pass(self._weights(rows), multiplied, rows, batch * cached, layout.shape.num_layers)
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
@@ -170,16 +206,11 @@ class Roofline:
         return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
-        return self.verify(prompts, tokens, tokens // 2)
+        return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
 
-    def kv_tokens(self, context: int = 1) -> int:
-        layout, drafter, tensor = self.pair.layout, self.pair.drafter, self.split.tensor
-        head_share = max(1, layout.kv_heads // tensor) / layout.kv_heads  # K/V heads are repeated, not split further
-        free = MEMORY_SHARE * self.on.gpu.memory - (layout.weight_bytes + weight_bytes(drafter)) / tensor
-        each = layout.kv_bytes(self.pair.kv_bytes_each, context) / context * head_share
-        each += layout.state_bytes * (1 + drafter.block_size) / tensor / context  # one state for every slot, too
-        own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
-        return max(0, int(free / (each + own)))
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        own = RUNTIME_BYTES + self.pair.layout.weight_bytes / self.split.tensor
+        return _tokens(self.pair, self.on, self.split, MEMORY_SHARE * self.on.gpu.memory - own, context, drafts=drafts)
 
     @property
     def _precision(self) -> str:
@@ -234,16 +265,21 @@ def quiet() -> Iterator[None]:
 
 
 def shipped_configuration(name: str) -> Path | None:
-    """A folder with the config.json that the library has of a hub model; None where it has none."""
+    """A folder with the configuration that the library has of a hub model, until this process ends; None where it has
+    none.
+    """
     if not tables_installed():
         return None
-    folder = Path(library().__file__).parent / "model_configs"
-    found = folder / f"{name.replace('/', '--')}_config.json"
-    if not found.is_file():
+    shipped = Path(library().__file__).parent / "model_configs"
+    files = {file: shipped / f"{name.replace('/', '--')}_{file}" for file in ("config.json", QUANT_CONFIG)}
+    if not files["config.json"].is_file():
         return None
-    copy = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-")) / "config.json"
-    copy.write_bytes(found.read_bytes())
-    return copy.parent
+    folder = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file, found in files.items():
+        if found.is_file():
+            shutil.copyfile(found, folder / file)
+    return folder
 
 
 def priced(
@@ -258,7 +294,7 @@ def priced(
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
         _ = measured.kv_tokens()
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
-        return by_hand, f"the operator tables cannot price {split} ({first_line(error)[:140]})"
+        return by_hand, f"the operator tables cannot price this ({first_line(error).partition(' {')[0][:140]})"
     return measured, None
 
 
@@ -288,26 +324,34 @@ class Tables:
         return f"operator tables of {name} {version(name)}, {self.engine} kernels on {self.on.system}"
 
     def _verify_uncached(self, batch: int, width: int, context: int) -> Milliseconds:
-        rows = [op for op in self._decode(batch * width, context) if "attention" not in op[0]]
+        rows = [op for op in self._decode(batch * width, context) if not any(name in op[0] for name in ATTENTION)]
         if width > 1:  # a recurrence reads its state once and writes one for each slot; the library counts both a slot
             half = {op[0]: op for op in self._decode(max(1, round(batch * (width + 1) / 2)), context)}
             rows = [half[op[0]] if "gdn_recurrence" in op[0] else op for op in rows]
-        return _sum([*rows, *(op for op in self._decode(batch, context) if "attention" in op[0])])
+        # A latent block has its products with weights in it, which depend on rows; only the rest depends on the prefix.
+        blocks = [*self._blocks(batch * width, 1), *self._blocks(batch, context)]
+        blocks += [(name, -ms, energy, source) for name, ms, energy, source in self._blocks(batch, 1)]
+        return _sum([*rows, *blocks, *(op for op in self._decode(batch, context) if "attention" in op[0])])
+
+    def _blocks(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:
+        return [op for op in self._decode(rows, context) if "mla_block" in op[0]]
 
     @quiet()
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
+    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
+        return _tokens(self.pair, self.on, self.split, self._free, context, drafts=drafts)
+
+    @cached_property
     @quiet()
-    def kv_tokens(self, context: int = 1) -> int:
-        drafter, tensor = self.pair.drafter, self.split.tensor
+    def _free(self) -> float:
+        # Bytes of one device beside the target.
         found = self._sdk.estimate_kv_cache(
             str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
             memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
         )  # fmt: skip
-        free = found["total_kv_size_bytes"] - weight_bytes(drafter) / tensor
-        own = context_bytes(drafter, max(1, drafter.num_key_value_heads // tensor))
-        return max(0, int(free / (found["kv_size_per_token_bytes"] + own)))
+        return float(found["total_kv_size_bytes"])
 
     @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:

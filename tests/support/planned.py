@@ -7,7 +7,8 @@ from pathlib import Path
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
-from dflash_serve.deployment import Model
+from dflash_serve.deployment import Deployment, Model
+from dflash_serve.planning.question import read_pair
 from dflash_serve.planning.step_times import Pair
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
@@ -30,3 +31,19 @@ def planned_pair(folder: Path, name: str = "Qwen/Qwen3-8B") -> Pair:
         num_key_value_heads=kv_heads, head_dim=head_dim, layers=(AttentionKind(),) * depth,
     )  # fmt: skip
     return Pair(model, folder, read_target_layout(folder, model), drafter)
+
+
+def shipped_pair(name: str) -> Pair:
+    """A target as the operator tables' library has it, and a drafter of the usual shape."""
+    return read_pair(Deployment(target=Model(model=name)))
+
+
+def hybrid_target(folder: Path) -> Path:
+    """A folder with the configuration of a target with gated delta nets of the sizes of Qwen3.5-27B."""
+    sizes = {
+        "linear_num_value_heads": 48, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128, "full_attention_interval": 4, "num_hidden_layers": 64,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TARGETS["Qwen/Qwen3-8B"], **sizes}))
+    return folder

@@ -104,6 +104,39 @@ def test_the_recurrent_state_of_hybrid_targets_is_counted(keys: dict[str, object
     assert layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], "num_hidden_layers": 4, **keys}).state_bytes == size
 
 
+HYBRID_WEIGHTS: dict[str, tuple[dict[str, object], float, float]] = {
+    "Qwen3.5-27B": (
+        {
+            "vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+            "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "attn_output_gate": True,
+            "full_attention_interval": 4, "linear_num_value_heads": 48, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        },
+        53.8, 26.9,
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        {
+            "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+            "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 3712,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+        63.2, 3.6,
+    ),
+}  # fmt: skip
+"""Published sizes -> gigabytes of weights, and billions of parameters that one token meets."""
+
+
+@pytest.mark.parametrize("name", HYBRID_WEIGHTS)
+def test_weights_of_hybrid_targets_are_counted_by_kind_of_layer(name: str, tmp_path: Path) -> None:
+    keys, gigabytes, billions = HYBRID_WEIGHTS[name]
+    found = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys})
+    assert found.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    assert found.active_parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

@@ -18,6 +18,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.planning import step_times
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
+from tests.support.planned import hybrid_target
 
 __all__ = ["hub"]
 pytestmark = pytest.mark.usefixtures("hub")
@@ -54,11 +55,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, hub: None) -> Path:
 
 
 def test_three_lines_say_what_to_run_what_it_gives_and_where_that_comes_from(folder: Path) -> None:
-    run, gives, trust = json.loads((folder / "plan.json").read_text())["verdict"]
+    told = json.loads((folder / "plan.json").read_text())
+    (run, gives, trust), batch = told["verdict"], told["chosen"]["batch"]
     assert re.match(r"Run Qwen/Qwen3-8B on H200 with TP 1, 2 copies on 2 GPUs, width auto \(about \d+ at", run)
+    assert run.endswith(f"at most {batch} requests at once on each copy, {2 * batch} on all 2.")
     assert "tokens/s/GPU (" in gives
-    assert "times within the same limits (plain: " in gives
-    assert "its fastest point is" in gives
+    assert "With the same split and batch plain decoding gives" in gives
+    best = r"The best setting of plain decoding that meets the limits gives [\d,]+ \(TP \d, batch \d+\)"
+    assert re.search(best, gives)
+    assert "In plain decoding, the fastest point is" in gives
     assert "Nothing was run: roofline of the H200's data sheet" in trust
     assert "A fixed width of 16" in trust
     said = (folder / "said.txt").read_text()
@@ -69,7 +74,8 @@ def test_the_deployment_is_one_that_serve_takes(folder: Path) -> None:
     path = folder / "deployment.yaml"
     chosen = json.loads((folder / "plan.json").read_text())["chosen"]
     deployment = load_deployment(path)
-    assert deployment.limits.max_batch_size == 2 * chosen["batch"], "SGLang has both copies in one server"
+    assert deployment.limits.max_batch_size == 2 * chosen["batch"], "the whole deployment's, over both copies"
+    assert "# limits.max_batch_size is the number of requests at once on all copies together." in path.read_text()
     assert (deployment.parallel.data, deployment.hardware.gpu, deployment.hardware.count) == (2, "h200", 2)
     done = CliRunner().invoke(app, ["serve", str(path), "--backend", "sglang", "--dry-run", "--quiet"])
     assert done.exit_code == 0, done.stdout
@@ -119,7 +125,7 @@ def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
 def test_where_plain_decoding_ends_there_is_no_ratio(tmp_path: Path) -> None:
     told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--slo-interactivity", "500")
     assert told["equal_interactivity_ratio"] is None
-    assert "Plain decoding does not get there: it ends at" in told["verdict"][1]
+    assert "No setting of plain decoding meets the limits: the fastest point is" in told["verdict"][1]
     assert told["plain_fastest"]["tokens_per_s_per_user"] < 500
 
 
@@ -134,10 +140,84 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
     words = (*PAIR, *LENGTH, "--gpu", "b200", "--count", "4", "--slo-interactivity", "60")
     assert plan(tmp_path / "v", *words, "--backend", "vllm").exception is None
     assert yaml.safe_load((tmp_path / "v" / "deployment.yaml").read_text())["hardware"] == {"gpu": "b200"}
-    assert "# One of 4 servers alike" in (tmp_path / "v" / "deployment.yaml").read_text()
+    batch = json.loads((tmp_path / "v" / "plan.json").read_text())["chosen"]["batch"]
+    text = (tmp_path / "v" / "deployment.yaml").read_text()
+    assert yaml.safe_load(text)["limits"] == {"max_batch_size": batch}
+    assert f"# This is one of 4 servers alike, each with at most {batch} requests at once." in text
+    assert f"hardware.count to 4 and limits.max_batch_size to {4 * batch}." in text
     told = answer(tmp_path / "t", *words, "--backend", "tensorrt-llm")
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
     assert any("cannot run `width: auto`" in caution for caution in told["cautions"])
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_limit_of_requests_that_is_given_bounds_the_whole_plan(tmp_path: Path, backend: str) -> None:
+    given = tmp_path / "given.yaml"
+    told = {"target": {"model": PAIR[1]}, "drafter": {"model": PAIR[3]}, "hardware": {"gpu": "h200", "count": 8}}
+    given.write_text(yaml.safe_dump({**told, "limits": {"max_batch_size": 20}}))
+    answered = answer(tmp_path / "out", str(given), *LENGTH, "--backend", backend)
+    assert {point["batch"] * 8 // point["tensor"] > 20 for point in answered["points"]} == {False}
+    chosen = answered["chosen"]
+    assert chosen["batch"] * 8 // chosen["tensor"] <= 20
+    made = load_deployment(tmp_path / "out" / "deployment.yaml")
+    assert made.limits.max_batch_size == chosen["batch"] * made.parallel.data
+    given.write_text(yaml.safe_dump({**told, "limits": {"max_batch_size": 4}}))
+    answered = answer(tmp_path / "out", str(given), *LENGTH, "--backend", backend)
+    assert {point["tensor"] for point in answered["points"]} == {2, 4, 8}
+    assert "limits.max_batch_size leaves less than one request to a copy: TP 1." in answered["cautions"]
+    error = plan(tmp_path / "none", str(given), *LENGTH, "--tensor", "1").exception
+    assert "limits.max_batch_size: not one request for each copy of the model; give at least 8" in str(error)
+
+
+def test_without_its_states_for_every_slot_a_hybrid_target_answers_more_requests(tmp_path: Path) -> None:
+    low = ("--acceptance-length", "2.5")
+    told = answer(tmp_path, "--target", str(hybrid_target(tmp_path / "hybrid")), *low, "--gpu", "h200")
+    room = told["requests_that_fit"]["TP 1"]
+    assert room["plain"] > 5 * room["speculative"]
+    most = {variant: max(p["batch"] for p in told["points"] if p["variant"] == variant) for variant in ("off", "auto")}
+    assert (most["off"], most["auto"]) == (min(512, room["plain"]), room["speculative"])
+    assert re.search(r"Speculation does not pay here: its best gives [\d,]+ \(TP 1, batch", told["verdict"][1])
+    said = f"TP 1 has room for {room['speculative']} requests at once, {room['plain']} without a drafter."
+    assert any(caution.endswith(said) for caution in told["cautions"])
+
+
+def test_what_holds_of_several_splits_is_said_once(tmp_path: Path) -> None:
+    told = answer(tmp_path, "--target", "moonshotai/Kimi-K2.5", *LENGTH, "--gpu", "b300", "--count", "4")
+    assert "Weights leave no room for one request's K/V: TP 1; TP 2; TP 2, EP 2." in told["cautions"]
+    roofline = [each for each in told["cautions"] if each.startswith("Roofline: ")]
+    assert [each.rpartition(": ")[2] for each in roofline] == ["TP 4; TP 4, EP 4."]
+
+
+def test_parallelism_that_no_plan_has_is_refused(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    told = {"target": {"model": PAIR[1]}, "hardware": {"gpu": "b200", "count": 4}}
+    for name, value in {"pipeline": 2, "attention_data": True}.items():
+        given.write_text(yaml.safe_dump({**told, "parallel": {"tensor": 2, name: value}}))
+        error = plan(tmp_path / "out", str(given), *LENGTH).exception
+        assert str(error).startswith(f"parallel.{name}: this is not planned for; leave it out")
+
+
+def test_the_kind_of_gpu_may_be_written_in_capitals(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    given.write_text(yaml.safe_dump({"target": {"model": PAIR[1]}, "hardware": {"gpu": "H200"}}))
+    assert answer(tmp_path / "a", str(given), *LENGTH)["question"]["gpu"] == "h200"
+    assert answer(tmp_path / "b", *PAIR, *LENGTH, "--gpu", "B200")["question"]["gpu"] == "b200"
+
+
+def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    limited = {"target": {"model": PAIR[1]}, "limits": {"max_model_len": 4096}}
+    given.write_text(yaml.safe_dump(limited))
+    words = (str(given), *LENGTH, "--gpu", "b200", "--isl")
+    assert plan(tmp_path / "a", *words, "3072").exception is None
+    assert "exceed limits.max_model_len, 4096; give 4096 together" in str(
+        plan(tmp_path / "b", *words, "3073").exception
+    )
+    coder = ("--target", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "--drafter", "z-lab/Qwen3-Coder-30B-A3B-DFlash")
+    error = plan(tmp_path / "b", *coder, *LENGTH, "--gpu", "b200", "--isl", "50000").exception
+    assert "exceed the positions of the drafter, 40960" in str(error), "the target has 262144"
+    given.write_text(yaml.safe_dump({**limited, "limits": {"max_model_len": 50000}}))
+    assert "50000 is more than the target's 40960 positions" in str(plan(tmp_path / "b", *words, "8").exception)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +226,15 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
         ((), r"which GPU\?"),
         (("--gpu", "b20"), "nothing is known of a GPU 'b20'; did you mean b200"),
         (("--gpu", "none"), "a CPU is not planned for"),
-        (("--gpu", "b200", "--tensor", "3"), "TP 3 does not divide 1 GPUs"),
+        (("--gpu", "B20"), "nothing is known of a GPU 'b20'; did you mean b200"),
+        (("--gpu", "b200", "--tensor", "3"), r"TP 3 does not divide 1 GPU; use 1; more GPUs \(--count\) allow more$"),
+        (("--gpu", "b200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4 or 8$"),
         (("--gpu", "b200", "--tensor", "3", "--count", "3"), "32 attention heads cannot be split over 3 devices"),
+        (
+            ("--gpu", "b200", "--isl", "100000", "--osl", "100000"),
+            "prompts of 100000 and answers of 100000 tokens exceed the positions of .*, 40960; give 40960 together",
+        ),
+        (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
         (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for this task"),

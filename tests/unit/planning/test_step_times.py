@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from dflash_serve.planning.step_times import (
     Tables,
     quantization,
 )
-from tests.support.planned import planned_pair
+from tests.support.planned import hybrid_target, planned_pair, shipped_pair
 from tests.support.tiny import edit_json
 
 B200 = SPECIFICATIONS["b200"]
@@ -47,6 +50,12 @@ def test_the_roofline_charges_for_more_of_everything(tmp_path: Path) -> None:
     assert Roofline(times.pair, SPECIFICATIONS["h100"], Split()).verify(8, 8, 1000).total > base
 
 
+def test_long_prompts_cost_the_square_of_their_length(tmp_path: Path) -> None:
+    times = Roofline(planned_pair(tmp_path), B200, Split())
+    linear, attention = 2 * 8.2e9 * 40_000, 4 * 36 * 32 * 128 * 40_000**2 / 2
+    assert times.prefill(1, 40_000).total == pytest.approx(1e3 * (linear + attention) / (0.7 * 2.25e15), rel=0.05)
+
+
 def test_more_rows_go_through_more_experts(tmp_path: Path) -> None:
     times = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), B200, Split())
     assert times.verify(1, 10, 1).total > 3 * times.verify(1, 1, 1).total
@@ -72,6 +81,15 @@ def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     assert tight.kv_tokens() < Roofline(tight.pair, SPECIFICATIONS["b300"], Split()).kv_tokens()
 
 
+def test_a_share_of_the_memory_that_is_given_is_kept(tmp_path: Path) -> None:
+    pair = planned_pair(tmp_path)
+    usual, less, more = (
+        Roofline(replace(pair, memory_fraction=share), B200, Split()).kv_tokens() for share in (None, 0.4, 0.8)
+    )
+    assert less == pytest.approx(more / 2, rel=1e-4)
+    assert less < usual < 1.1 * more
+
+
 @pytest.mark.parametrize(("batch", "plain", "wide", "draft"), [(1, 3.64, 3.81, 0.79), (32, 3.91, 7.64, 1.59)])
 def test_the_tables_give_what_was_written_down_of_them(
     dense: Tables, batch: int, plain: float, wide: float, draft: float
@@ -89,9 +107,65 @@ def test_a_block_reads_its_prefix_once(dense: Tables) -> None:
     assert longer == pytest.approx(dense.verify(32, 1, 8000).total - dense.verify(32, 1, 1000).total, rel=1e-6)
 
 
+def test_a_block_reads_a_latent_prefix_once_and_its_weights_for_all_rows() -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    times = Tables(shipped_pair("moonshotai/Kimi-K2.5"), B200, Split(8), "sglang")
+    longer = times.verify(8, 16, 60_000).total - times.verify(8, 16, 1000).total
+    assert longer == pytest.approx(times.verify(8, 1, 60_000).total - times.verify(8, 1, 1000).total, rel=1e-6)
+    assert times.verify(8, 16, 1).total == pytest.approx(times.verify(128, 1, 1).total)
+    by_hand = Roofline(times.pair, B200, Split(8))
+    split = by_hand.verify(8, 1, 60_000).total - by_hand.verify(8, 1, 1).total
+    assert split > 1e3 * 8 * 60_000 * 61 * 576 * 2 / 7.7e12, "every device reads the whole latent vector"
+
+
 def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
     alone = 965_111  # tokens of Qwen3-8B without a drafter, as the library counts
     assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "kv_bytes_each"),
+    [
+        ("Qwen/Qwen3.5-27B", "h200", 2.0),
+        ("Qwen/Qwen3.5-27B", "b300", 1.0),
+        ("Qwen/Qwen3.5-35B-A3B", "h200", 2.0),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "h200", 2.0),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4", "b200", 1.0),
+        ("Qwen/Qwen3-8B", "b200", 2.0),
+        ("moonshotai/Kimi-K2.5", "b300", 2.0),
+    ],
+)
+def test_tables_and_roofline_agree_on_how_many_requests_fit(name: str, gpu: str, kv_bytes_each: float) -> None:
+    """Hybrid targets have one recurrent state for a sequence and each slot of its block, not one for every token."""
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    pair, on = replace(shipped_pair(name), kv_bytes_each=kv_bytes_each), SPECIFICATIONS[gpu]
+    for split in (Split(1), Split(8)) if "Kimi" not in name else (Split(8),):
+        by_tables, by_hand = Tables(pair, on, split, "sglang"), Roofline(pair, on, split)
+        for context in (1024, 32_768):
+            assert by_tables.kv_tokens(context) == pytest.approx(by_hand.kv_tokens(context), rel=0.06), (split, context)
+
+
+def test_one_request_has_a_recurrent_state_for_every_slot_and_k_v_of_the_attention_layers(tmp_path: Path) -> None:
+    folder = hybrid_target(tmp_path / "hybrid")
+    dense = planned_pair(tmp_path / "dense")
+    pair = replace(dense, layout=read_target_layout(folder, dense.model))
+    times = Roofline(pair, B200, Split())
+    state, token = 48 * 48 * 128 * 128 * 4, 16 * 2 * 8 * 128 * 2 + 5 * 2 * 8 * 128 * 2
+    one, longer = (1 / times.kv_tokens(context) * context for context in (1000, 3000))
+    free = 2000 * token / (longer - one)
+    assert free * one == pytest.approx(17 * state + 1000 * token, rel=0.001)
+
+
+def test_a_shipped_configuration_is_whole_and_leaves_no_folder_behind(tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    told = (
+        "from dflash_serve.planning.step_times import shipped_configuration as found; "
+        "print(*sorted(each.name for each in found('nvidia/Qwen3-235B-A22B-NVFP4').iterdir()))"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", told], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["config.json", "hf_quant_config.json"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_four_gpus_and_experts_have_prices(tmp_path: Path) -> None:
