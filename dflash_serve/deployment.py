@@ -215,12 +215,12 @@ GPUS = {
 def _refuse_secrets(where: str, given: Mapping[Any, Any]) -> None:
     for name, value in given.items():
         place = f"{where}.{name}"
-        if isinstance(value, Mapping):
-            _refuse_secrets(place, value)
-        elif SECRET.search(str(name)) and value is not None and not isinstance(value, bool):
+        if SECRET.search(str(name)) and value is not None and not isinstance(value, bool):
             other = "leave it out, and give it to the engine by a file or a variable of its own"
             do = INSTEAD.get(str(name).replace("_", "-"), other)
             raise UserError("a secret here would be on a command line, which every user can read", where=place, do=do)
+        if isinstance(value, Mapping):
+            _refuse_secrets(place, value)
 
 
 class Deployment(Frozen):
@@ -237,7 +237,7 @@ class Deployment(Frozen):
     serving: Serving = Serving()
     engine_args: EngineArgsOfBackends = Field(default={})
     """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
-    the engine's own parser and passed on unchanged; an argument that another key sets is refused."""
+    the engine's own parser and passed on unchanged; secrets are refused, and arguments that another key sets."""
     role: Literal["whole", "prefill", "decode"] = "whole"
     """Prefill and decode are the halves of a disaggregated pair of servers."""
 

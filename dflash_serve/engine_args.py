@@ -243,5 +243,5 @@ def add_flag(
         parser.add_argument(*(own if negated else names), dest=dest, action=action)
         return
     nargs = None if takes == 1 else takes
-    known = None if choices is None else [TYPES[type](choice) for choice in choices]
+    known = None if choices is None else [TYPES[type](str(choice)) for choice in choices]
     parser.add_argument(*names, dest=dest, nargs=nargs, type=TYPES[type], choices=known)
