@@ -6,12 +6,13 @@ Priority of settings: flag > environment variable > YAML > default.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError, create_model
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from dflash_serve.common.documents import CONFIG, read_text, read_yaml
@@ -36,6 +37,18 @@ SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
 """Environment variable: survival of slots 1, 2, ..., separated by commas (`doctor`, `verify` and `bench` measure it).
 With a cost table, it gives the widths before launch: a table by batch size."""
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
+SECRET = re.compile(
+    r"(^|[-_])((api|access|private|secret)[-_]?keys?|(api|access|auth|bearer|hf)[-_]?token|password|passwd|secret)$",
+    re.IGNORECASE,
+)
+"""Names of arguments whose values are secrets."""
+INSTEAD = {
+    "api-key": "set serving.api_key_file",
+    "admin-api-key": "leave it out, and set serving.api_key_file: its key opens SGLang's optional admin endpoints, too",
+    "hf-token": "set HF_TOKEN in the server's environment",
+    "ssl-keyfile-password": "use a key file without a password that only the server can read, or TLS at a gateway",
+}
+"""Name of a secret argument -> what to do instead."""
 GIB = 1 << 30
 PER_NODE = 8
 """Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
@@ -112,16 +125,17 @@ class Parallel(Frozen):
 
 
 class Limits(Frozen):
-    """Limits of one server."""
+    """Limits of the deployment."""
 
     max_batch_size: PositiveInt | None = None
-    """Requests that run at the same time; further ones wait in the queue. None = the engine's default, or as many as
-    its memory holds; `dflash-serve serve --dry-run` prints the number."""
+    """Requests that run at the same time, on all copies of the model together (`parallel.data`): each copy takes an
+    equal share. Further ones wait in the queue. None = the engine's default, or as many as its memory holds;
+    `dflash-serve serve --dry-run` prints the number."""
     max_model_len: PositiveInt | None = None
     """Tokens of prompt and answer together; None = the target's own limit."""
     max_queued_requests: PositiveInt = 256
-    """Requests that may wait for a place in the batch; further ones are refused at once. Not for TensorRT-LLM, whose
-    queue has no limit."""
+    """Requests that may wait for a place in the batch of one copy of the model; further ones are refused at once. Not
+    for TensorRT-LLM, whose queue has no limit, nor for halves of a pair on SGLang."""
     max_num_tokens: PositiveInt | None = None
     """Rows in one step of the target, prompts and blocks together; None = the engine's default."""
 
@@ -181,6 +195,8 @@ class Gpu:
     """Bytes that are free for a process on an empty device."""
     compute: int
     """90 = SM90."""
+    per_node: int = PER_NODE
+    """Largest number of them in one node."""
 
     @property
     def is_blackwell(self) -> bool:
@@ -195,10 +211,21 @@ GPUS = {
         Gpu("h200", 139 * GIB, 90),
         Gpu("b200", 178 * GIB, 100),
         Gpu("b300", 267 * GIB, 103),
-        Gpu("gb200", 184 * GIB, 100),  # nvidia-smi: 189471 MiB
-        Gpu("gb300", 276 * GIB, 103),  # nvidia-smi: 284208 MiB
+        Gpu("gb200", 184 * GIB, 100, per_node=4),  # nvidia-smi: 189471 MiB
+        Gpu("gb300", 276 * GIB, 103, per_node=4),  # nvidia-smi: 284208 MiB
     )
 }
+
+
+def _refuse_secrets(where: str, given: Mapping[Any, Any]) -> None:
+    for name, value in given.items():
+        place = f"{where}.{name}"
+        if SECRET.search(str(name)) and value is not None and not isinstance(value, bool):
+            other = "leave it out, and give it to the engine by a file or a variable of its own"
+            do = INSTEAD.get(str(name).replace("_", "-"), other)
+            raise UserError("a secret here would be on a command line, which every user can read", where=place, do=do)
+        if isinstance(value, Mapping):
+            _refuse_secrets(place, value)
 
 
 class Deployment(Frozen):
@@ -215,9 +242,18 @@ class Deployment(Frozen):
     serving: Serving = Serving()
     engine_args: EngineArgsOfBackends = Field(default={})
     """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
-    the engine's own parser and passed on unchanged; an argument that another key sets is refused."""
+    the engine's own parser and passed on unchanged; secrets are refused, and arguments that another key sets."""
     role: Literal["whole", "prefill", "decode"] = "whole"
     """Prefill and decode are the halves of a disaggregated pair of servers. SGLang only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_secrets(cls, given: Any) -> Any:
+        """Runs before all else, and raises no ValueError: pydantic's messages show values."""
+        arguments = given.get("engine_args") if isinstance(given, Mapping) else None
+        if isinstance(arguments, Mapping):
+            _refuse_secrets("engine_args", arguments)
+        return given
 
 
 def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Deployment:

@@ -11,7 +11,7 @@ from dflash_serve.checkpoint.files import verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.common.http import read_keys
-from dflash_serve.deployment import GIB, GPUS, Deployment
+from dflash_serve.deployment import GIB, GPUS, PER_NODE, Deployment, given_cost, given_survival
 from dflash_serve.errors import Problem, UserError
 
 
@@ -31,6 +31,40 @@ def block_problems(deployment: Deployment, drafter: DrafterConfig) -> Iterator[P
     if isinstance(speculation.width, int) and speculation.width > block:
         what = f"width {speculation.width} is larger than the block of {block} slots"
         yield Problem(what, "speculation.width", f"use 1 to {block}, auto or off")
+    limits = deployment.limits
+    for key, tokens in (("max_model_len", limits.max_model_len), ("max_num_tokens", limits.max_num_tokens)):
+        if tokens is not None and tokens < block:
+            what = f"{tokens} tokens cannot hold one block of {block} slots"
+            yield Problem(what, f"limits.{key}", f"use {block} or more, or a smaller speculation.block_size")
+
+
+def window_problems(deployment: Deployment) -> Iterator[Problem]:
+    """A window of a drafter that is not loaded."""
+    if deployment.speculation.draft_window is None or uses_drafter(deployment):
+        return
+    what, do = "there is no drafter", "name one, or remove the window"
+    if deployment.drafter is not None:
+        what = f"with speculation.width {deployment.speculation.width} no drafter is loaded"
+        do = "remove the window, or set another width"
+    yield Problem(what, "speculation.draft_window", do)
+
+
+def measurement_problems(deployment: Deployment) -> Iterator[Problem]:
+    """A cost table or a survival in the environment that `width: auto` could not read."""
+    if not uses_drafter(deployment) or deployment.speculation.width != "auto":
+        return
+    for read in (given_cost, given_survival):
+        try:
+            read()
+        except UserError as error:
+            yield error.problem()
+
+
+def fraction_problems(deployment: Deployment, engine: str) -> Iterator[Problem]:
+    """A share of the memory of a GPU that is not named, where the engine must be told the share of all memory."""
+    if deployment.kv_cache.memory_fraction is not None and GPUS.get(deployment.hardware.gpu or "none") is None:
+        what = "a share of the memory is asked for, but not of which GPU"
+        yield Problem(what, "kv_cache.memory_fraction", f"name hardware.gpu, or leave the share to {engine}")
 
 
 def unused_speculation(deployment: Deployment) -> Iterator[Problem]:
@@ -54,20 +88,30 @@ def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Pro
 
 
 def device_problems(deployment: Deployment, model_devices: int, weight_bytes: int) -> Iterator[Problem]:
-    """Another number of GPUs than the deployment has; a model that fits one GPU is advised to be copied, not split.
+    """Another number of GPUs than the deployment has, or more on a node than a node has.
+
+    A model that fits one GPU is advised to be copied, not split.
 
     Args:
         model_devices: GPUs of one copy of the model.
         weight_bytes: of the target, on all its devices together.
     """
     parallel, count = deployment.parallel, deployment.hardware.count
+    gpu = GPUS.get(deployment.hardware.gpu or "none")
+    most = gpu.per_node if gpu else PER_NODE
+    if count > most * parallel.nodes:
+        named, nodes = f"node of {gpu.name}" if gpu else "node", -(-count // most)
+        what = f"{count} GPUs (hardware.count) on {parallel.nodes} node{'s' * (parallel.nodes > 1)}"
+        do = f"set it to {nodes} or more"
+        do = "use fewer copies in this server, and more servers" if parallel.data > 1 else do
+        where = "parallel.data" if parallel.data > 1 else "parallel.nodes"
+        yield Problem(f"{what}, but a {named} has at most {most}", where, do)
     used = model_devices * parallel.data
     if used == count:
         return
     what = f"{model_devices} GPU{'s' * (model_devices > 1)} for a copy of the model"
     what += f" x {parallel.data} copies" if parallel.data > 1 else ""
     what += f", but hardware.count is {count}"
-    gpu = GPUS.get(deployment.hardware.gpu or "")
     fits = weight_bytes / model_devices < (gpu or min(GPUS.values(), key=lambda one: one.memory)).memory / 2
     ways = {"parallel.tensor": f"parallel.tensor to {count}", "hardware.count": f"hardware.count to {used}"}
     if fits and count > used and count % model_devices == 0:

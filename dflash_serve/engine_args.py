@@ -229,7 +229,7 @@ def add_flag(
     dest: str,
     takes: int | str = 1,
     type: str = "str",
-    choices: Sequence[str] | None = None,
+    choices: Sequence[str | int] | None = None,
 ) -> None:
     """Adds a flag as a row of a pinned list describes it.
 
@@ -243,4 +243,5 @@ def add_flag(
         parser.add_argument(*(own if negated else names), dest=dest, action=action)
         return
     nargs = None if takes == 1 else takes
-    parser.add_argument(*names, dest=dest, nargs=nargs, type=TYPES[type], choices=choices)
+    known = None if choices is None else [TYPES[type](str(choice)) for choice in choices]
+    parser.add_argument(*names, dest=dest, nargs=nargs, type=TYPES[type], choices=known)

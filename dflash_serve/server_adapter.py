@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import yaml
+from pydantic import JsonValue
 
 from dflash_serve.backend import Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
@@ -133,11 +134,27 @@ class LaunchPlan(Launch):
         return {name.replace("_", "-") for name in self.engine_args}
 
     @property
+    def in_effect(self) -> dict[str, JsonValue]:
+        """`engine_args`, named with dashes, without flags that are off: `x: false`. `no-x: false` is `x: true`."""
+        found = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
+        for name in [name for name, value in found.items() if value is False]:
+            del found[name]
+            if name.startswith("no-"):
+                found[name.removeprefix("no-")] = True
+        return found
+
+    @property
     def block_size(self) -> int | None:
         """B; None without speculation."""
         if self.drafter is None:
             return None
         return self.deployment.speculation.block_size or self.drafter.block_size
+
+    @property
+    def requests_of_a_copy(self) -> int | None:
+        """Requests that one copy of the model runs at the same time; None = open."""
+        asked = self.deployment.limits.max_batch_size
+        return None if asked is None else max(1, asked // self.deployment.parallel.data)
 
     @property
     def gpu(self) -> Gpu | None:

@@ -111,8 +111,9 @@ def _parallel(plan: SGLangPlan) -> Iterator[Flag]:
 
 def _limits(plan: SGLangPlan) -> Iterator[Flag]:
     limits, cache = plan.deployment.limits, plan.deployment.kv_cache
-    if limits.max_batch_size is not None:
-        yield "--max-running-requests", str(limits.max_batch_size)
+    if plan.requests_of_a_copy is not None:
+        # SGLang divides it among ranks of data-parallel attention, but not among copies (`resolve_max_num_reqs`).
+        yield "--max-running-requests", str(plan.requests_of_a_copy)
     yield "--max-queued-requests", str(limits.max_queued_requests)
     if limits.max_model_len is not None:
         yield "--context-length", str(limits.max_model_len)
@@ -223,9 +224,8 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         if plan.drafter is not None and speculation.block_size is None:
             yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
         if plan.drafter is not None:
-            ours = plan.width is not None
             own = f"SGLang's own {plan.drafter.family}: the width never changes"
-            why = "our worker in SGLang serves it" if ours else own
+            why = own if plan.width is None else "our worker in SGLang serves it"
             width = plan.block_size if plan.whole_blocks_with is not None else speculation.width
             yield Choice("speculation.width", str(width), why)
         if gpu is None:
@@ -249,10 +249,12 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
 
 
 def _max_batch_size(plan: SGLangPlan) -> Choice:
-    each = " for each copy of the model" if plan.deployment.parallel.data > 1 else ""
+    copies = plan.deployment.parallel.data
+    each = " on each copy of the model" if copies > 1 else ""
     if plan.drafter is not None:
-        why = f"SGLang's own number for speculation{each}; it lowers it where memory is short"
-        return Choice("limits.max_batch_size", f"{SPECULATING_REQUESTS}", why)
+        own = f", {SPECULATING_REQUESTS}{each}" if each else ""
+        why = f"SGLang's own number for speculation{own}; it lowers it where memory is short"
+        return Choice("limits.max_batch_size", f"{SPECULATING_REQUESTS * copies}", why)
     why = f"SGLang takes what its K/V memory holds{each}, and logs it"
     return Choice("limits.max_batch_size", "SGLang's choice", why)
 

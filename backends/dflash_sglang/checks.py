@@ -12,10 +12,13 @@ from dflash_serve.deployment_checks import (
     check_pairing,
     device_problems,
     expert_problems,
+    fraction_problems,
     head_problems,
     key_problems,
     length_problems,
+    measurement_problems,
     tracing_problems,
+    window_problems,
 )
 from dflash_serve.engine_args import parser_problems
 from dflash_serve.errors import Problem
@@ -45,6 +48,7 @@ CAPTURING = {
 """Architectures whose model in SGLang 0.5.23 hands out hidden states (`set_dflash_layers_to_capture`)."""
 CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "KimiLinearForCausalLM"}
 """Those that do so for DSPARK only (`set_dspark_layers_to_capture`)."""
+KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
 
 
 def problems(plan: SGLangPlan) -> list[Problem]:
@@ -114,6 +118,15 @@ def _attention(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
 def _devices(plan: SGLangPlan) -> Iterator[Problem]:
     parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
     yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
+    limits = plan.deployment.limits
+    shares = parallel.data * (parallel.tensor if parallel.attention_data else 1)
+    if limits.max_batch_size is not None and limits.max_batch_size % shares:
+        by = "ranks of data-parallel attention" if parallel.attention_data else "copies of the model"
+        what = f"{limits.max_batch_size} requests cannot be shared evenly by {shares} {by}"
+        yield Problem(what, "limits.max_batch_size", f"use a multiple of {shares}")
+    if plan.is_half and "max_queued_requests" in limits.model_fields_set:
+        what = f"role {plan.deployment.role}: SGLang has no limit of its queue there"
+        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your router")
     if parallel.data > 1 and parallel.nodes > 1:
         what = "SGLang keeps its copies of the model on one node"
         yield Problem(what, "parallel.data", "set it to 1, and take replicas: `dflash-serve deploy`")
@@ -140,6 +153,27 @@ def _unsupported(plan: SGLangPlan) -> Iterator[Problem]:
     if parallel.context > 1:
         what = "context parallelism is not covered by this backend"
         yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
+    yield from _block_reuse(plan)
+
+
+def _block_reuse(plan: SGLangPlan) -> Iterator[Problem]:
+    """Settings beside which SGLang itself decides whether prefixes are kept, and logs a warning."""
+    asked, where = plan.deployment.kv_cache.block_reuse, "kv_cache.block_reuse"
+    given, keeps = plan.in_effect, KEEP_ON_DECODE in plan.in_effect
+    kernels = given.get("attention-backend")
+    beside = {
+        "--enable-mis": "enable-mis" in given,
+        f"--enable-deterministic-inference on {kernels}": "enable-deterministic-inference" in given
+        and kernels == "flashinfer",
+    }
+    without = next((argument for argument, is_given in beside.items() if is_given), None)
+    if asked and without is not None:
+        yield Problem(f"SGLang keeps no prefixes with {without}", where, "leave one of them out")
+    elif asked and plan.deployment.role == "decode" and not keeps:
+        do = f"leave it out, or give --{KEEP_ON_DECODE}, which SGLang calls experimental"
+        yield Problem("SGLang's decode servers keep no prefixes", where, do)
+    elif asked is False and plan.deployment.role == "decode" and keeps:
+        yield Problem(f"SGLang keeps prefixes with --{KEEP_ON_DECODE}", where, "leave one of them out")
 
 
 def _heads(plan: SGLangPlan) -> Iterator[Problem]:
@@ -159,6 +193,7 @@ def _precision(plan: SGLangPlan) -> Iterator[Problem]:
         elif plan.checkpoint is not None:
             what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"
             yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
+    yield from fraction_problems(plan.deployment, "SGLang")
     if plan.deployment.hardware.dtype == "float32":
         what = "SGLang runs DFlash drafts in bfloat16 only" if plan.checkpoint else "SGLang serves in bfloat16"
         yield Problem(what, "hardware.dtype", "use auto or bfloat16")
@@ -184,8 +219,8 @@ def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
 
 def _lengths(plan: SGLangPlan) -> Iterator[Problem]:
     yield from length_problems(plan.deployment, plan.target.shape)
-    if plan.deployment.speculation.draft_window is not None and plan.checkpoint is None:
-        yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
+    yield from window_problems(plan.deployment)
+    yield from measurement_problems(plan.deployment)
 
 
 def _arguments(plan: SGLangPlan) -> Iterator[Problem]:

@@ -98,8 +98,23 @@ class SGLangPlan(LaunchPlan):
             "recurrent layers in the target": self.target.recurrent
             and not self.target.shape.model_type.startswith(ANY_WIDTH),
             "data-parallel attention": self.deployment.parallel.attention_data,
+            **dict(self._arguments_of_whole_blocks()),
         }
         return next((part for part, is_there in parts.items() if is_there), None)
+
+    def _arguments_of_whole_blocks(self) -> Iterator[tuple[str, bool]]:
+        """The user's own arguments with which the plug-in would serve whole blocks, or nothing (`plugin.worker`)."""
+        given = self.in_effect
+        recurrent = self.target.recurrent
+        sizes = {str(given[name]) for name in ("attn-cp-size", "attention-context-parallel-size") if name in given}
+        yield "LoRA", "enable-lora" in given or "lora-paths" in given  # its CUDA graphs are made for one width
+        yield "--enable-two-batch-overlap", "enable-two-batch-overlap" in given
+        yield "--enable-pdmux", "enable-pdmux" in given
+        yield "context-parallel attention", not sizes <= {"1"}
+        yield "--enable-linear-replayssm-spec", recurrent and "enable-linear-replayssm-spec" in given
+        mamba = self.target.shape.model_type.startswith("nemotron_h")
+        yield "--mamba-backend flashinfer", mamba and given.get("mamba-backend") == "flashinfer"
+        yield "an NPU", str(given.get("device", "")).startswith("npu")
 
     @property
     def width(self) -> int | str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.deployment import GIB, PER_NODE
+from dflash_serve.deployment import GIB
 from dflash_serve.deployment_checks import (
     block_problems,
     check_pairing,
@@ -60,9 +60,6 @@ def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if world % parallel.nodes:
         what = f"{world} devices do not spread evenly over {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "change one")
-    elif world // parallel.nodes > PER_NODE:
-        what = f"{world // parallel.nodes} devices on a node; there are at most {PER_NODE}"
-        yield Problem(what, "parallel.nodes", f"set it to {-(-world // PER_NODE)} or more")
     if hardware.dtype == "float32":
         yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
     elif hardware.dtype == "bfloat16" and plan.target.dtype not in ("bfloat16", None):

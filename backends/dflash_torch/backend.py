@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.target_config import quantisation_problems, read_ta
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment, Model
-from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems
+from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems, measurement_problems
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.speculation.params import SamplingParams
@@ -78,7 +78,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
             return problems
         config, checkpoint = read_config(drafter.model, drafter.revision)
         problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
-        return [*problems, *check_pairing(config, shape), *block_problems(deployment, config)]
+        problems += [*check_pairing(config, shape), *block_problems(deployment, config)]
+        return [*problems, *measurement_problems(deployment)]
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return []

@@ -185,7 +185,8 @@ def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
     target, drafter = sizes(deployment)
     batch = filled.limits.max_batch_size
     if deployment.limits.max_batch_size is None:
-        why = f"{MOST_REQUESTS}, {MOST_ON_GPU} on a GPU, or the power of two whose K/V the free memory holds"
+        most = f"at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
+        why = f"the largest power of two whose K/V fits into the free memory, {most}"
         yield Choice("limits.max_batch_size", f"{batch}", why)
     if deployment.limits.max_model_len is None:
         yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")
@@ -196,7 +197,8 @@ def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
     if deployment.hardware.gpu is None:
         yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
     if deployment.hardware.dtype == "auto":
-        yield Choice("hardware.dtype", "auto", "bfloat16 on a GPU; on a CPU by measurement, if the weights are")
+        on_cpu = "on a CPU bfloat16 if the target's weights are and it measures faster at start, else float32"
+        yield Choice("hardware.dtype", "auto", f"bfloat16 on a GPU; {on_cpu}")
 
 
 # How OpenMP's threads wait for one another on a CPU: a decoding step has some hundred short parallel loops. On two idle

@@ -218,7 +218,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
 
 def _max_batch_size(plan: VLLMPlan) -> Choice:
     if plan.drafter is not None:
-        why = "vLLM's own number on smaller GPUs; schedules of widths need one"
+        why = "vLLM's own default on all but the largest GPUs; limits.max_num_tokens follows from it"
         return Choice("limits.max_batch_size", f"{plan.max_batch_size}", why)
     return Choice("limits.max_batch_size", "vLLM's choice", "by the GPU's memory; vLLM logs it")
 
@@ -230,7 +230,8 @@ def _speculation_choices(plan: VLLMPlan) -> Iterator[Choice]:
         yield Choice("limits.max_num_tokens", f"{plan.rows}", why)
     if speculation.block_size is None:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")
-    width = plan.block_size if plan.verifies_whole_blocks else speculation.width
+    whole = plan.verifies_whole_blocks and plan.untrimmed is not None
+    width = plan.block_size if whole else speculation.width
     yield Choice("speculation.width", str(width), _width(plan))
 
 
@@ -238,9 +239,9 @@ def _width(plan: VLLMPlan) -> str:
     """The part that chooses the width, and the reason."""
     if plan.widths != (plan.block_size,) and plan.schedule() is not None:
         return "a schedule computed from the costs and the survival that were given"
-    trims = "vLLM's adaptive verification trims drafted blocks"
+    trims = f"vLLM drafts blocks of {plan.block_size} slots and verifies those slots that pay (adaptive verification)"
     if plan.has_our_scheduler and plan.untrimmed is None:
-        return f"{trims}; our scheduler inside vLLM drafts whole blocks or nothing, which vLLM cannot"
+        return f"{trims}; our scheduler inside vLLM decides at every step whether to draft, which vLLM cannot"
     if plan.has_our_scheduler:
         return f"our scheduler inside vLLM chooses {', '.join(map(str, plan.widths))} at every step: {plan.untrimmed}"
     if plan.verifies_whole_blocks and plan.drafter is not None:

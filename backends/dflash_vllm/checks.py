@@ -14,13 +14,16 @@ from dflash_serve.deployment_checks import (
     block_problems,
     device_problems,
     expert_problems,
+    fraction_problems,
     head_problems,
     key_problems,
     length_problems,
+    measurement_problems,
     tracing_problems,
+    window_problems,
 )
 from dflash_serve.engine_args import parser_problems
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import Problem
 from dflash_serve.server_adapter import memory_problems
 
 from .drafter_rules import drafter_problems
@@ -64,10 +67,8 @@ def problems(plan: VLLMPlan) -> list[Problem]:
     found += [*_speculation(plan), *_devices(plan), *expert_problems(plan.deployment, plan.target.experts, "vLLM")]
     found += head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
     found += [*_precision(plan), *memory_problems(plan)]
-    try:
-        found += _arguments(plan)
-    except UserError as error:  # of the cost table or the survival that was given
-        found.append(error.problem())
+    unreadable = list(measurement_problems(plan.deployment))
+    found += unreadable or _arguments(plan)  # which arguments are the user's to give depends on them
     return [*found, *length_problems(plan.deployment, plan.target.shape)]
 
 
@@ -88,8 +89,7 @@ def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
 
 def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.checkpoint is None:
-        if plan.deployment.speculation.draft_window is not None:
-            yield Problem("there is no drafter", "speculation.draft_window", "name one, or remove the window")
+        yield from window_problems(plan.deployment)
         return
     plug_ins = os.environ.get(PLUG_INS_VARIABLE)
     if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that
@@ -170,8 +170,6 @@ def _precision(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.deployment.kv_cache.dtype == "nvfp4":
         what = "NVFP4 keys and values are not covered by this backend"
         yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
-    if plan.deployment.kv_cache.memory_fraction is not None and plan.memory is None:
-        what = "a share of the memory is asked for, but not of which GPU"
-        yield Problem(what, "kv_cache.memory_fraction", "name hardware.gpu, or leave the share to vLLM")
+    yield from fraction_problems(plan.deployment, "vLLM")
     if plan.dtype == "float32" and not plan.on_cpu:
         yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")

@@ -49,7 +49,7 @@ class VLLMPlan(LaunchPlan):
     @property
     def max_batch_size(self) -> int:
         """Requests at once: vLLM's own default on smaller GPUs where the deployment leaves it open."""
-        return self.deployment.limits.max_batch_size or DEFAULT_REQUESTS
+        return self.requests_of_a_copy or DEFAULT_REQUESTS
 
     @property
     def verifies_whole_blocks(self) -> bool:
@@ -63,7 +63,7 @@ class VLLMPlan(LaunchPlan):
         It verifies as many drafted tokens of each request as pay, by its own estimate of acceptance and its own
         measurement of steps (vllm#52228), and needs attention whose graphs take queries of any lengths.
         """
-        given, compute = sorted(self.given & NOT_TRIMMED), self.compute or 0
+        given, compute = sorted(NOT_TRIMMED & {*self.in_effect}), self.compute or 0
         theirs = "vLLM's adaptive verification"
         reasons = (
             (self.deployment.speculation.width != "auto", "the width is given"),
@@ -115,7 +115,8 @@ class VLLMPlan(LaunchPlan):
         """
         own = {"cudagraph-capture-sizes", "max-cudagraph-capture-size", "compilation-config", "enforce-eager"}
         *narrow, block = self.widths
-        if self.on_cpu or not narrow or self.untrimmed is None or block.bit_count() == 1 or own & self.given:
+        chosen = bool(own & {*self.in_effect})
+        if self.on_cpu or not narrow or self.untrimmed is None or block.bit_count() == 1 or chosen:
             return None
         most = min(GRAPH_ROWS_OF_SM100 if (self.compute or 0) // 10 == 10 else GRAPH_ROWS, 2 * self.block_rows)
         return sorted({*narrow, *range(block, most + 1, block), min(most, self.max_batch_size)})

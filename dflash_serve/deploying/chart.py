@@ -61,7 +61,8 @@ def workload_of(name: str, backend: str, deployment: Deployment, image: str | No
     """The workload of a deployment. An engine that holds one copy of the model gets a replica for each copy.
 
     Raises:
-        UserError: the backend is not installed or has no server, or the GPUs cannot be shared evenly by the replicas.
+        UserError: the backend is not installed or has no server, or GPUs or requests cannot be shared evenly by the
+            replicas.
     """
     copies, count = deployment.parallel.data, deployment.hardware.count
     if copies == 1 or server_backend(backend).facts.data_parallel:
@@ -69,7 +70,14 @@ def workload_of(name: str, backend: str, deployment: Deployment, image: str | No
     if count % copies:
         what = f"{count} GPUs (hardware.count) cannot be shared evenly by {copies} copies"
         raise UserError(what, where="parallel.data", do="use a divisor")
+    limits = deployment.limits
+    if limits.max_batch_size is not None:
+        if limits.max_batch_size % copies:
+            what = f"{limits.max_batch_size} requests cannot be shared evenly by {copies} copies"
+            raise UserError(what, where="limits.max_batch_size", do=f"use a multiple of {copies}")
+        limits = limits.model_copy(update={"max_batch_size": limits.max_batch_size // copies})
     one = {
+        "limits": limits,
         "parallel": deployment.parallel.model_copy(update={"data": 1}),
         "hardware": deployment.hardware.model_copy(update={"count": count // copies}),
     }

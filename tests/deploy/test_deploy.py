@@ -117,6 +117,15 @@ def test_copies_are_sglangs_own_and_replicas_of_the_others(write: Any) -> None:
     assert "8 GPUs (hardware.count) cannot be shared evenly by 3 copies" in line
 
 
+def test_replicas_share_the_requests_of_the_deployment(write: Any) -> None:
+    limits = {"max_batch_size": 1536}
+    assert values(write(**EIGHT, limits=limits), *HELM)["deployment"]["limits"] == limits, "one server has all copies"
+    replicas = values(write(**EIGHT, limits=limits), "--render", "helm", "--backend", "tensorrt-llm")
+    assert (replicas["replicas"], replicas["deployment"]["limits"]["max_batch_size"]) == (8, 192)
+    line = refusal(write(**EIGHT, limits={"max_batch_size": 9}), "--render", "helm", "--backend", "tensorrt-llm")
+    assert "limits.max_batch_size: 9 requests cannot be shared evenly by 8 copies; use a multiple of 8" in line
+
+
 def test_weights_that_do_not_fit_the_default_volume_get_a_larger_one(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

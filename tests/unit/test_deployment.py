@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment import INSTEAD, SECRET, Deployment, load_deployment
 from dflash_serve.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 YAML = """
 target: {model: Qwen/Qwen3-8B, revision: abc}
 drafter: {model: z-lab/Qwen3-8B-DFlash-b16}
@@ -109,3 +112,46 @@ def test_engine_args_come_from_every_layer(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS", '{"sglang": {"b": 3}}')
     found = load_deployment(path, {"engine_args": {"sglang": {"d": True}}})
     assert found.engine_args == {"sglang": {"a": 1, "b": 3, "d": True}, "tensorrt-llm": {"c": {"4": 3}}}
+
+
+SECRET_ARGUMENTS = {
+    "sglang": {
+        "api-key": "serving.api_key_file",
+        "admin-api-key": "serving.api_key_file",
+        "ssl-keyfile-password": "without a password",
+    },
+    "vllm": {"api_key": "serving.api_key_file", "hf-token": "HF_TOKEN"},
+    "tensorrt-llm": {"storage": ""},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "do"), [(engine, *item) for engine, names in SECRET_ARGUMENTS.items() for item in names.items()]
+)
+def test_a_secret_is_refused_before_all_else_and_never_shown(tmp_path: Path, engine: str, name: str, do: str) -> None:
+    value: object = {"auth_token": "s3cr3t"} if name == "storage" else ["s3cr3t"] if name == "api_key" else "s3cr3t"
+    path = tmp_path / "deployment.yaml"
+    path.write_text(yaml.safe_dump({"engine_args": {engine: {name: value}}, "hardware": {"count": 0}}))  # and no target
+    for read in (load_deployment, lambda file: Deployment.model_validate(yaml.safe_load(file.read_text()))):
+        with pytest.raises(UserError) as refused:
+            read(path)
+        assert str(refused.value).startswith(f"engine_args.{engine}.{name}")
+        assert do in str(refused.value)
+        assert "s3cr3t" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "hf-token", "allow-credentials", "bucket-time-to-first-token"])
+def test_what_only_sounds_like_a_secret_is_taken(name: str) -> None:
+    value = True if name in ("hf-token", "allow-credentials") else "x"
+    arguments = {"vllm": {name: value}}
+    assert Deployment.model_validate({"target": {"model": "x"}, "engine_args": arguments}).engine_args == arguments
+
+
+def test_every_secret_argument_of_an_engine_is_known() -> None:
+    names = {name for backend in ("sglang", "vllm", "tensorrt_llm") for name in _flags(backend) if SECRET.search(name)}
+    assert names == {"api-key", "admin-api-key", "hf-token", "ssl-keyfile-password"} == INSTEAD.keys()
+
+
+def _flags(backend: str) -> list[str]:
+    rows = json.loads((ROOT / f"backends/dflash_{backend}/flags.json").read_text())
+    return [name.removeprefix("--") for row in rows if row.get("takes", 1) != 0 for name in row["names"]]

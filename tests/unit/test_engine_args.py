@@ -17,6 +17,7 @@ def parser() -> EngineParser:
     add_flag(made, ["--trust-remote-code"], "trust_remote_code", takes=0)
     add_flag(made, ["--overlap", "--no-overlap"], "overlap", takes=0)
     add_flag(made, ["--policy"], "policy", choices=["lpm", "fcfs"])
+    add_flag(made, ["--rank"], "rank", type="int", choices=["1", "64"])
     return made
 
 
@@ -46,6 +47,11 @@ def test_keys_become_the_engines_own_spelling() -> None:
     words = ["--mem-fraction-static", "0.9", "--trust-remote-code", "--sizes", "1", "2"]
     assert TABLE.words(given) == words
     assert TABLE.problems(given) == []
+
+
+def test_a_number_is_one_of_the_choices_however_the_list_writes_them() -> None:
+    assert TABLE.problems({"rank": 64}) == TABLE.problems({"rank": "1"}) == []
+    assert "invalid choice: 2 (choose from 1, 64)" in str(TABLE.problems({"rank": 2})[0])
 
 
 def test_false_turns_a_flag_off_in_its_own_words() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from dflash_serve.deployment import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import RELEASES
-from dflash_sglang.launch_plan import AUTO, DFLASH, asked_width
+from dflash_sglang.launch_plan import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
 
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p
 
@@ -89,10 +89,13 @@ def width_problems(server_args: Any) -> list[Problem]:
             given_survival()
     except UserError as error:
         return [error.problem()]
-    if width is None or not server_args.enable_lora:
+    lora = server_args.enable_lora or (server_args.enable_lora is None and server_args.lora_paths)
+    block = server_args.speculative_num_draft_tokens or server_args.speculative_dflash_block_size
+    if not lora or width in (None, block):
         return []
-    what = "LoRA's graphs are made for one width, and a width is asked for"
-    return [Problem(what, "--enable-lora", "verify whole blocks (speculation.width = block_size), or leave LoRA out")]
+    what = "LoRA's CUDA graphs are made for one width, the whole block, and another one is asked for"
+    do = f"set {WIDTH_VARIABLE} to the value of --speculative-num-draft-tokens, or leave LoRA out"
+    return [Problem(what, "--enable-lora", do)]
 
 
 def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any) -> type:

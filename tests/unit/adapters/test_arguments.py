@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from dflash_serve.backend import server_backend
 from dflash_serve.deployment import Deployment
+from dflash_serve.engine_args import pinned_parser
 from dflash_serve.server_adapter import resolve
 from tests.support.tiny import edit_json
 
@@ -77,13 +79,11 @@ def test_arguments_are_handed_on_as_they_are(
         ("sglang", "tp-size", 2, "set parallel.tensor"),
         ("sglang", "tensor-parallel-size", 2, "set parallel.tensor"),
         ("sglang", "max-running-requests", 2, "set limits.max_batch_size"),
-        ("sglang", "api-key", "x", "set serving.api_key_file"),
         ("sglang", "speculative-num-draft-tokens", 2, "set speculation.block_size"),
         ("sglang", "config", "x", "engine_args"),
         ("sglang", "nonsense", 1, "has no such argument"),
         ("vllm", "tensor_parallel_size", 2, "set parallel.tensor"),
         ("vllm", "max-num-seqs", 2, "set limits.max_batch_size"),
-        ("vllm", "api-key", "x", "set serving.api_key_file"),
         ("vllm", "speculative-config", "{}", "say how it drafts"),
         ("sglang", "json-model-override-args", '{"rope_theta": 1}', "config.json: change it there"),
         ("sglang", "decrypted-config-file", "x.json", "config.json: change it there"),
@@ -116,6 +116,15 @@ def test_an_argument_that_is_not_the_users_to_give_is_refused(
     (found,) = problems(engine, fields, engine_args={engine: {name: value}})
     assert found.startswith(f"engine_args.{engine}")
     assert said in found
+
+
+@pytest.mark.parametrize("package", ["dflash_sglang", "dflash_vllm", "dflash_tensorrt_llm"])
+def test_every_choice_of_a_pinned_list_is_taken(package: str) -> None:
+    pinned = Path(import_module(package).__file__ or "").with_name("flags.json")
+    parser = pinned_parser(pinned)
+    for row in json.loads(pinned.read_text()):
+        for choice in row.get("choices", []):
+            assert parser.complaint([row["names"][0], str(choice)]) is None, (row["names"], choice)
 
 
 @both

@@ -21,7 +21,7 @@ from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import ServerAdapter, resolve
 from tests.support.built import flip_last_byte, seal
@@ -75,6 +75,16 @@ def test_a_sound_deployment_has_no_problems_with_and_without_speculation(engine:
         ({"speculation": {"block_size": 16}}, "block_size 16 is larger than the drafter's 8"),
         ({"speculation": {"width": 9}}, "width 9 is larger than the block of 8 slots"),
         ({"limits": {"max_model_len": 4096}}, "4096 is more than the target's 256 positions"),
+        ({"limits": {"max_model_len": 7}}, "limits.max_model_len: 7 tokens cannot hold one block of 8 slots"),
+        ({"limits": {"max_num_tokens": 7}}, "limits.max_num_tokens: 7 tokens cannot hold one block of 8 slots"),
+        (
+            {"parallel": {"tensor": 16}, "hardware": {"count": 16}},
+            "16 GPUs (hardware.count) on 1 node, but a node of h200 has at most 8",
+        ),
+        (
+            {"parallel": {"tensor": 8}, "hardware": {"count": 8, "gpu": "gb300"}},
+            "8 GPUs (hardware.count) on 1 node, but a node of gb300 has at most 4; set it to 2 or more",
+        ),
         ({"parallel": {"tensor": 2}}, "hardware.count is 1"),
         ({"parallel": {"expert": 2, "tensor": 2}, "hardware": {"count": 2}}, "no experts"),
         ({"hardware": {"dtype": "float32", "gpu": "h200"}}, "hardware.dtype"),
@@ -87,6 +97,19 @@ def test_a_fault_is_found_and_says_what_to_do(
 ) -> None:
     change = {key: {**fields.get(key, {}), **value} for key, value in change.items()}
     assert said in problems(engine, fields, **change)
+
+
+@every_engine
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [(COST_TABLE, "/nowhere.json", "no cost table"), (SURVIVAL, "1.5", "'1.5' is no survival")],
+)
+def test_measurements_that_auto_cannot_read_are_found(
+    engine: str, variable: str, value: str, said: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert said in problems(engine, fields)
+    assert problems(engine, fields, speculation={"width": 8}) == "", "no other width reads them"
 
 
 @every_engine

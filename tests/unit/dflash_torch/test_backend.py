@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
 from dflash_serve.errors import UserError
 from dflash_torch import backend
 from tests.support.tiny import write_quantized_drafter
@@ -62,6 +62,16 @@ def test_a_setting_it_lacks_is_advised_on_an_engine_that_has_it(
 ) -> None:
     (problem,) = backend.check(deployment(folders, **sections))
     assert problem.do == f"leave it out, or serve with --backend {engine}"
+
+
+@pytest.mark.parametrize(("variable", "value"), [(COST_TABLE, "/nowhere.json"), (SURVIVAL, "1.5")])
+def test_measurements_that_auto_cannot_read_are_a_problem(
+    folders: tuple[Path, Path], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    (problem,) = backend.check(deployment(folders))
+    assert value in str(problem)
+    assert backend.check(deployment(folders, speculation={"width": "off"})) == []
 
 
 def test_a_quantised_drafter_is_a_problem(folders: tuple[Path, Path], tmp_path: Path) -> None:

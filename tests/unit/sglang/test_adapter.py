@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
+from dflash_sglang.launch_plan import WIDTH_VARIABLE
+from dflash_sglang.plugin import width_problems
 from tests.support.heads import HEADS
 from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
@@ -43,6 +46,14 @@ def command(fields: dict[str, Any], **more: Any) -> str:
     return " ".join(BACKEND.command(deployed(fields, **more), Path("/prepared")).argv) + " "
 
 
+def given(*flags: str, **values: Any) -> dict[str, Any]:
+    """Arguments of SGLang's own."""
+    return {"engine_args": {"sglang": {**dict.fromkeys(flags, True), **values}}}
+
+
+KEEPING = given("disaggregation-decode-enable-radix-cache")
+
+
 def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
     return {"parallel": parallel, "hardware": {"gpu": gpu, "count": count}}
 
@@ -60,6 +71,18 @@ def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
         ({"drafter": {"quantization": "fp8"}}, "drafts are not quantised"),
         ({"kv_cache": {"dtype": "nvfp4"}, **devices(1)}, "refuses DFlash on NVFP4 keys and values"),
         ({"kv_cache": {"dtype": "nvfp4"}, **devices(1, "h200")}, "h200 has no FP4"),
+        ({"kv_cache": {"memory_fraction": 0.5}}, "kv_cache.memory_fraction: a share of the memory is asked for"),
+        ({"kv_cache": {"block_reuse": True}, "role": "decode"}, "SGLang's decode servers keep no prefixes"),
+        ({"kv_cache": {"block_reuse": False}, "role": "decode", **KEEPING}, "keeps prefixes with --disaggregation"),
+        ({"kv_cache": {"block_reuse": True}, **given("enable-mis")}, "SGLang keeps no prefixes with --enable-mis"),
+        ({"limits": {"max_queued_requests": 9}, "role": "prefill"}, "SGLang has no limit of its queue there"),
+        ({"limits": {"max_batch_size": 10}, **devices(4, data=4)}, "10 requests cannot be shared evenly by 4 copies"),
+        (
+            {"limits": {"max_batch_size": 10}, **devices(4, tensor=4, attention_data=True)},
+            "10 requests cannot be shared evenly by 4 ranks of data-parallel attention",
+        ),
+        (devices(16, data=16), "16 GPUs (hardware.count) on 1 node, but a node of b200 has at most 8; use fewer"),
+        ({"speculation": {"draft_window": 64, "width": 1}}, "with speculation.width 1 no drafter is loaded; remove"),
     ],
 )
 def test_a_fault_is_found_and_says_what_to_do(fields: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -111,6 +134,9 @@ def test_a_drafter_beyond_its_positions_is_found(fields: dict[str, Any], tmp_pat
 
 
 RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+LORA = given("enable-lora", **{"lora-paths": ["a=/x/a"], "max-lora-rank": 64})
+REPLAY = "enable-linear-replayssm-spec"
+FLASHINFER = given(**{"mamba-backend": "flashinfer"})
 
 
 @pytest.mark.parametrize(
@@ -118,6 +144,13 @@ RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
     [
         ({}, devices(8, tensor=8, attention_data=True), "data-parallel attention"),
         ({**RECURRENT, "model_type": "lfm2"}, {}, "recurrent layers in the target"),
+        ({}, LORA, "LoRA"),
+        ({}, given(**{"lora_paths": ["a=/x/a"]}), "LoRA"),
+        ({}, given("enable-two-batch-overlap"), "--enable-two-batch-overlap"),
+        ({}, given("enable-pdmux"), "--enable-pdmux"),
+        ({}, given(**{"attn-cp-size": "2"}), "context-parallel attention"),
+        (RECURRENT, given(REPLAY), f"--{REPLAY}"),
+        ({**RECURRENT, "model_type": "nemotron_h"}, FLASHINFER, "--mamba-backend flashinfer"),
     ],
 )
 def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
@@ -129,8 +162,47 @@ def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
     assert f"SGLang verifies whole blocks of 8 slots with {part}: auto changes nothing" in shown.notes
     assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in shown.choices]
     assert problems(fields, **change, speculation={"width": 8}) == ""
+    assert ("speculation.width", "SGLang's own DFlash: the width never changes") in [
+        (choice.key, choice.why) for choice in shown.choices
+    ]
     found = problems(fields, **change, speculation={"width": 3})
     assert f"SGLang verifies whole blocks of 8 slots with {part}, not 3" in found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        given(**{"enable-lora": False, "enable-two-batch-overlap": False, "attn-cp-size": 1}),
+        given(REPLAY),  # changes nothing without recurrent layers
+        FLASHINFER,
+        given("enable-mis"),
+    ],
+)
+def test_arguments_that_change_nothing_leave_the_width_to_our_worker(
+    fields: dict[str, Any], change: dict[str, Any]
+) -> None:
+    assert " --speculative-algorithm DFLASH " in command(fields, **change)
+    assert BACKEND.command(deployed(fields, **change), Path("/prepared")).env[WIDTH_VARIABLE] == "auto"
+
+
+@pytest.mark.parametrize("width", ["auto", 8])
+def test_with_lora_the_plug_in_is_asked_for_whole_blocks_and_agrees(
+    fields: dict[str, Any], width: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = BACKEND.command(deployed(fields, **LORA, speculation={"width": width}), Path("/prepared"))
+    asked = started.argv[started.argv.index("--speculative-num-draft-tokens") + 1]
+    arguments = SimpleNamespace(
+        enable_lora=True, lora_paths=None, speculative_num_draft_tokens=int(asked), speculative_dflash_block_size=None
+    )
+    for name, text in started.env.items():
+        monkeypatch.setenv(name, text)
+    assert width_problems(arguments) == []
+
+
+def test_prefixes_are_kept_on_a_decode_server_where_sglang_is_told_to(fields: dict[str, Any]) -> None:
+    told = command(fields, kv_cache={"block_reuse": True}, role="decode", **KEEPING)
+    assert " --disaggregation-decode-enable-radix-cache " in told
+    assert "--disable-radix-cache" not in told
 
 
 @pytest.mark.parametrize("width", ["auto", 4, 8, "off", 1])
@@ -183,6 +255,17 @@ def test_on_several_nodes_the_environment_says_which(fields: dict[str, Any], mon
 
 def test_copies_of_the_model_are_sglangs_data_parallelism(fields: dict[str, Any]) -> None:
     assert " --tp-size 2 --dp-size 4 " in command(fields, **devices(8, data=4, tensor=2))
+
+
+def test_a_number_of_requests_is_that_of_all_copies_together(fields: dict[str, Any]) -> None:
+    limits = {"max_batch_size": 1536}
+    assert " --max-running-requests 192 " in command(fields, limits=limits, **devices(8, data=8))
+    ranks = devices(8, tensor=8, attention_data=True)  # among which SGLang divides it itself
+    assert " --max-running-requests 1536 " in command(fields, limits=limits, **ranks)
+    choices = BACKEND.preview(deployed(fields, **devices(8, data=8)), Path("/prepared")).choices
+    (requests,) = (choice for choice in choices if choice.key == "limits.max_batch_size")
+    assert requests.value == str(8 * 48)
+    assert "48 on each copy of the model" in requests.why
 
 
 @pytest.mark.parametrize(

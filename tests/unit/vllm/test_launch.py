@@ -238,6 +238,8 @@ LATENT: dict[str, object] = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
         ({"hardware__gpu": "none"}, {}, "V1 model runner"),
         ({"hardware__gpu": None}, {}, "which one serves is not known"),
         ({"engine_args__vllm": {"enable_lora": True}}, {}, "may not run beside enable-lora"),
+        ({"engine_args__vllm": {"no-enable-lora": False}}, {}, "may not run beside enable-lora"),
+        ({"engine_args__vllm": {"enable_lora": False, "enforce-eager": False}}, {}, None),
         ({}, {"layer_types": ["linear_attention", "full_attention"] * 4}, "recurrent layers"),
         ({}, LATENT, "latent attention"),
     ],
@@ -253,7 +255,8 @@ def test_auto_lets_vllm_trim_drafted_blocks_where_it_can_and_says_who_decides(
     assert "--scheduler-cls" in flags(fields, **more), "vLLM cannot stop drafting, our scheduler can"
     told = VLLMBackend().preview(deployed(fields, **more), tmp_path)
     (chosen,) = (choice for choice in told.choices if choice.key == "speculation.width")
-    assert (reason or "vLLM's adaptive verification trims drafted blocks; our scheduler") in chosen.why
+    assert chosen.value == "auto"
+    assert (reason or "verifies those slots that pay (adaptive verification); our scheduler") in chosen.why
     assert any("counts drafted tokens that vLLM did not verify" in note for note in told.notes) is (reason is None)
 
 
@@ -264,6 +267,12 @@ def test_costs_of_whole_blocks_keep_vllm_from_trimming(
     monkeypatch.setenv(COST_TABLE, str(tmp_path / "cost.json"))
     assert "enable_adaptive_verification" not in speculative(fields, hardware__gpu="h100")
     assert "enable_adaptive_verification" not in speculative(fields, hardware__gpu="h100", speculation__width=8)
+
+
+def test_a_number_of_requests_is_that_of_all_copies_together(fields: dict[str, Any]) -> None:
+    copies = deployed(fields, hardware__count=8, parallel__data=8, limits__max_batch_size=1536)
+    argv = VLLMBackend().command(copies, Path("/prepared")).argv
+    assert argv[argv.index("--max-num-seqs") + 1] == "192"
 
 
 def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any]) -> None:
