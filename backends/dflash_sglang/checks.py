@@ -18,6 +18,7 @@ from dflash_serve.deployment_checks import (
     length_problems,
     measurement_problems,
     tracing_problems,
+    unused_speculation,
     window_problems,
 )
 from dflash_serve.engine_args import parser_problems
@@ -130,6 +131,9 @@ def _devices(plan: SGLangPlan) -> Iterator[Problem]:
     if parallel.data > 1 and parallel.nodes > 1:
         what = "SGLang keeps its copies of the model on one node"
         yield Problem(what, "parallel.data", "set it to 1, and take replicas: `dflash-serve deploy`")
+    if parallel.attention_data and parallel.tensor == 1:
+        what = "data-parallel attention shares requests among the devices of tensor parallelism, and there is one"
+        yield Problem(what, "parallel.attention_data", "leave it out, or set parallel.tensor")
     if parallel.data > 1 and parallel.attention_data:
         what = "copies of the model and data-parallel attention exclude each other"
         yield Problem(what, "parallel.data", "set it to 1, or parallel.attention_data to false")
@@ -220,6 +224,7 @@ def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
 def _lengths(plan: SGLangPlan) -> Iterator[Problem]:
     yield from length_problems(plan.deployment, plan.target.shape)
     yield from window_problems(plan.deployment)
+    yield from unused_speculation(plan.deployment)
     yield from measurement_problems(plan.deployment)
 
 

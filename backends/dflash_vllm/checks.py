@@ -20,6 +20,7 @@ from dflash_serve.deployment_checks import (
     length_problems,
     measurement_problems,
     tracing_problems,
+    unused_speculation,
     window_problems,
 )
 from dflash_serve.engine_args import parser_problems
@@ -90,6 +91,7 @@ def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
 def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
     if plan.checkpoint is None:
         yield from window_problems(plan.deployment)
+        yield from unused_speculation(plan.deployment)
         return
     plug_ins = os.environ.get(PLUG_INS_VARIABLE)
     if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that

@@ -71,14 +71,6 @@ ROWS: list[tuple[str, Fields, tuple[object, ...]]] = [
     ("engine_args", on(), ({}, {engine: {"nonsense": 1} for engine in ENGINES})),
     ("role", on(), ("whole", "prefill", "decode")),
 ]
-ELSEWHERE: Mapping[str, set[str]] = {
-    "kv_cache.memory_fraction": {"sglang"},  # without a GPU's name
-    "kv_cache.block_reuse": {"sglang"},  # for the decoding half
-    "parallel.attention_data": {"sglang"},  # on one device
-    "speculation.block_size": {"sglang", "vllm"},  # without a drafter, as the next
-    "speculation.width": {"sglang", "vllm"},
-}
-"""Engines that drop a field in some deployment; take one out when it is mended."""
 
 
 def fields_of(model: Mapping[str, FieldInfo], prefix: str = "") -> Iterator[str]:
@@ -122,7 +114,7 @@ def test_its_values_differ_in_the_launch_or_are_refused(
         if len(set(launches)) < len(launches):
             dropped.add(engine)
     assert served or drafts, "no engine serves any of them: the row tests nothing"
-    assert dropped <= ELSEWHERE.get(field, set())
+    assert not dropped
 
 
 @every_engine
