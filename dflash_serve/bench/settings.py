@@ -10,11 +10,12 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
 from dflash_serve.common.documents import read_recipe_file
+from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs
-from dflash_serve.server_adapter import ServerAdapter
+from dflash_serve.server_adapter import ServerAdapter, resolve
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
 
@@ -143,6 +144,18 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
         do = f"use one of: {', '.join(found)}"
         raise UserError(f"there is no variant {settings.baseline!r}", where="--baseline", do=do)
     return found, chosen
+
+
+def require_servers(settings: Settings) -> None:
+    """Checks that the servers of the deployed variants can be started; nothing is written.
+
+    Raises:
+        UserError: as `read_deployment` and `find_variants`, or the engine is not installed.
+    """
+    variants, backend = find_variants(settings, read_deployment(settings)[0])
+    for one in variants.values():
+        if isinstance(one, Deployment) and backend is not None:
+            require_program(resolve(backend, one).command(Path()).argv, backend.name)
 
 
 def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -33,6 +34,7 @@ from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 FULL = "Draft from all of the target's tokens, through its head: only where the drafter's head is a copy of its rows."
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
 
 
@@ -125,6 +127,7 @@ def inspect(
 
 
 def convert(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
@@ -143,6 +146,8 @@ def convert(
     beyond the target's is cut to it.
     """
     need("torch", "safetensors", "torch")
+    if markov_head is None:
+        options.refuse_ignored(context, ("markov_rank",), "no Markov head is added", "give --markov-head, too")
     from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
     from dflash_serve.models.loader import head_weight
 
@@ -194,6 +199,8 @@ def train(
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import DRAFTER, choose_device, run
 
+    if not DEVICE.fullmatch(device):
+        raise UserError(f"no device {device!r}", where="--device", do="use auto, cpu, cuda or cuda:N")
     settings, processes = load_recipe(recipe), started()
     if dry_run:
         if processes.first:
