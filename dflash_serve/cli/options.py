@@ -104,7 +104,7 @@ def refuse_ignored(context: typer.Context, names: Iterable[str], why: str, do: s
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UserError(why, where=shown[name], do=do)
+            raise UserError(why, where=shown[name] or name, do=do)
 
 
 def names_target(path: Path | None, target: str | None) -> bool:
