@@ -17,12 +17,11 @@ from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_targ
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.extras import absent
 from dflash_serve.common.prometheus import Scrape
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment import BACKEND_GROUP, Deployment, Model
 from dflash_serve.errors import Problem, UserError, did_you_mean
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-GROUP = "dflash_serve.backends"
 EMBEDDED = "torch"  # The backend that runs in this process
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -358,7 +357,7 @@ class Releases:
 
 def installed() -> list[str]:
     """Names of the installed backends, sorted."""
-    return sorted(point.name for point in entry_points(group=GROUP))
+    return sorted(point.name for point in entry_points(group=BACKEND_GROUP))
 
 
 def backend(name: str) -> Backend:
@@ -367,7 +366,7 @@ def backend(name: str) -> Backend:
     Raises:
         UserError: there is none, or what it needs is not installed.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = {point.name: point for point in entry_points(group=BACKEND_GROUP)}
     if name not in found:
         do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
         raise UserError(f"no backend {name!r}", where="--backend", do=do)

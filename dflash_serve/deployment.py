@@ -9,13 +9,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from dflash_serve.common.documents import CONFIG, read_text, read_yaml
+from dflash_serve.common.documents import CONFIG, TEXT, parse_json, read_text, read_yaml
 from dflash_serve.common.settings import (
     ENV_PREFIX,
     NESTED,
@@ -27,7 +29,7 @@ from dflash_serve.common.settings import (
     overlay,
     refuse_misspelt,
 )
-from dflash_serve.errors import UserError, first_line
+from dflash_serve.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
@@ -50,6 +52,9 @@ INSTEAD = {
 }
 """Name of a secret argument -> what to do instead."""
 GIB = 1 << 30
+BACKENDS = ("sglang", "tensorrt-llm", "torch", "vllm")
+"""Backends of this project, which a deployment may name where they are not installed."""
+BACKEND_GROUP = "dflash_serve.backends"  # Entry points of the installed backends
 PER_NODE = 8
 """Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
 
@@ -63,6 +68,12 @@ def _width(width: object) -> object:
     raise ValueError("a width is a number of slots from 1 on (1 = only the anchor), `auto` or `off`")
 
 
+def _name(name: str) -> str:
+    if not name.strip() or not name.isprintable() or name.startswith("-"):
+        raise ValueError("a name is one line of visible characters, and begins with no dash")
+    return name
+
+
 def _text_keys(value: object) -> object:
     # YAML's {4: 15} -> JSON's {"4": 15}.
     if isinstance(value, Mapping):
@@ -70,7 +81,31 @@ def _text_keys(value: object) -> object:
     return value
 
 
-EngineArgsOfBackends = Annotated[dict[str, dict[str, JsonValue]], BeforeValidator(_text_keys)]
+def _known(backend: str) -> str:
+    if backend in BACKENDS:
+        return backend
+    known = {*BACKENDS, *(point.name for point in entry_points(group=BACKEND_GROUP))}
+    if backend not in known:
+        hint = did_you_mean(backend, sorted(known)) or f"there are: {', '.join(sorted(known))}"
+        raise ValueError(f"no backend of this name; {hint}")
+    return backend
+
+
+def _spelt_once(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    spellings = dict[str, str]()
+    for name in given:
+        first = spellings.setdefault(name.replace("_", "-"), name)
+        if first != name:
+            raise ValueError(f"{first} and {name} are one argument: leave one out")
+    return given
+
+
+EngineArgsOfBackends = Annotated[
+    dict[Annotated[str, AfterValidator(_known)], Annotated[dict[str, JsonValue], AfterValidator(_spelt_once)]],
+    BeforeValidator(_text_keys),
+]
+Count = Annotated[PositiveInt, Field(lt=2**31)]
+"""A number of requests, tokens or devices; engines count them in 32 bits."""
 Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
 """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
 GpuName = Annotated[
@@ -95,11 +130,11 @@ class Model(Frozen):
 class Speculation(Frozen):
     """Use of the drafter."""
 
-    block_size: Annotated[int, Field(ge=2)] | None = None
+    block_size: Annotated[Count, Field(ge=2)] | None = None
     """B, with the anchor; None = the checkpoint's. A smaller block is allowed; a larger one is refused."""
     width: Width = "auto"
     """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
-    draft_window: PositiveInt | None = None
+    draft_window: Count | None = None
     """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with.
     SGLang only."""
 
@@ -107,36 +142,36 @@ class Speculation(Frozen):
 class Parallel(Frozen):
     """Distribution of the model over devices."""
 
-    tensor: PositiveInt = 1
+    tensor: Count = 1
     """GPUs that share every layer (tensor parallelism), on all nodes together."""
-    data: PositiveInt = 1
+    data: Count = 1
     """Copies of the whole model on separate GPUs, among which requests are distributed. SGLang has them in one server,
     other engines as replicas (`dflash-serve deploy`)."""
-    expert: PositiveInt = 1
+    expert: Count = 1
     """Number of tensor-parallel devices that hold whole experts instead of slices of all."""
-    pipeline: PositiveInt = 1
+    pipeline: Count = 1
     """Groups of GPUs that each hold a part of the layers (pipeline parallelism); 1 = every GPU has all layers."""
-    context: PositiveInt = 1
+    context: Count = 1
     """Devices that share one sequence (context parallelism; TensorRT-LLM: Helix)."""
     attention_data: bool = False
     """Attention runs data-parallel: each device holds all of it, for its own requests."""
-    nodes: PositiveInt = 1
+    nodes: Count = 1
     """Machines of one server, each with the same number of its GPUs."""
 
 
 class Limits(Frozen):
     """Limits of the deployment."""
 
-    max_batch_size: PositiveInt | None = None
+    max_batch_size: Count | None = None
     """Requests that run at the same time, on all copies of the model together (`parallel.data`): each copy takes an
     equal share. Further ones wait in the queue. None = the engine's default, or as many as its memory holds;
     `dflash-serve serve --dry-run` prints the number."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Count | None = None
     """Tokens of prompt and answer together; None = the target's own limit."""
-    max_queued_requests: PositiveInt = 256
+    max_queued_requests: Count = 256
     """Requests that may wait for a place in the batch of one copy of the model; further ones are refused at once. Not
     for TensorRT-LLM, whose queue has no limit, nor for halves of a pair on SGLang."""
-    max_num_tokens: PositiveInt | None = None
+    max_num_tokens: Count | None = None
     """Rows in one step of the target, prompts and blocks together; None = the engine's default."""
 
 
@@ -155,7 +190,7 @@ class KVCacheSettings(Frozen):
 class Serving(Frozen):
     """The server as clients see it."""
 
-    served_model_name: str | None = None
+    served_model_name: Annotated[str, AfterValidator(_name)] | None = None
     """Name of the model for clients; None = the target's name in this deployment."""
     api_key_file: str | None = None
     """File of API keys, one per line (SGLang takes one); None = no key is needed."""
@@ -179,7 +214,7 @@ class Hardware(Frozen):
     gpu: GpuName | None = None
     """Kind of GPU, whose memory and number formats are checked before launch. gb200 and gb300 are beside a Grace CPU
     (arm64, four on a node); `none` = a CPU, None = the machine's own."""
-    count: PositiveInt = 1
+    count: Count = 1
     """GPUs of one server on all its nodes together; must equal the product of the `parallel` sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of weights and K/V; auto = bfloat16 on a GPU. On a CPU vLLM takes float32 and SGLang bfloat16; the
@@ -273,11 +308,14 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     if not isinstance(described, dict):
         raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
     environment, given = _environment(), overlay({}, flags or {})
+    merged = overlay({}, described)
+    for layer in (environment, given):
+        merged = overlay(merged, _spelt_as(merged, layer))
     try:
-        return Deployment.model_validate(overlay(overlay(overlay({}, described), environment), given))
+        return Deployment.model_validate(merged)
     except ValidationError as error:
         # The source of the first mistake: the layer of highest priority that has the key.
-        place = [str(part) for part in first_mistake(error)["loc"]]
+        place = [str(part) for part in first_mistake(error)["loc"] if part != "[key]"]
         where = str(path or "deployment")
         if _has(given, place):
             where = "command line"
@@ -291,8 +329,42 @@ def _environment() -> dict[str, Any]:
     fields: dict[str, Any] = {name: (field.annotation, field) for name, field in Deployment.model_fields.items()}
     lender = create_model("Environment", __base__=BaseSettings, **fields)
     lender.model_config = SettingsConfigDict(**{**BaseSettings.model_config, **config})
-    found: dict[str, Any] = EnvSettingsSource(lender)()
+    found: dict[str, Any] = _Variables(lender)()
+    if isinstance(found.get("engine_args"), dict):  # the name of a variable has no dash
+        found["engine_args"] = {name.replace("_", "-"): given for name, given in found["engine_args"].items()}
     return found
+
+
+class _Variables(EnvSettingsSource):
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        try:
+            return parse_json(value, TEXT, where=field_name)
+        except UserError as error:
+            raise ValueError(error.what) from None
+
+    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
+        try:
+            return super().prepare_field_value(field_name, field, value, value_is_complex)
+        except ValueError as error:
+            variable = f"{ENV_PREFIX}{field_name}".upper()
+            key = next(iter(fields_below(field) or ("sglang",))).upper()
+            do = f"give JSON of the whole section, or one key: {variable}{NESTED}{key}=..."
+            raise UserError(first_line(error), where=variable, do=do) from None
+
+
+def _spelt_as(below: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer with its `engine_args` in the spelling of the layers below, whose values it replaces."""
+
+    def spelt(known: Any, given: Any) -> Any:
+        if not isinstance(known, Mapping) or not isinstance(given, Mapping):
+            return given
+        names = {str(name).replace("_", "-"): name for name in known}
+        return {names.get(str(name).replace("_", "-"), name): value for name, value in given.items()}
+
+    own, others = layer.get("engine_args"), below.get("engine_args")
+    if not isinstance(own, Mapping) or not isinstance(others, Mapping):
+        return dict(layer)
+    return {**layer, "engine_args": {name: spelt(others.get(name), given) for name, given in own.items()}}
 
 
 def _variables() -> Iterator[str]:

@@ -92,6 +92,12 @@ class ArgumentTable:
             return []
         parser = self.parser()
         found = [problem for name in given for problem in self._problems_of(name, parser)]
+        first = dict[str, str]()
+        for name in given:
+            action = parser.action(name)
+            if action is not None and (before := first.setdefault(action.dest, name)) != name:
+                where = f"{self.where}.{name}"
+                found.append(Problem(f"the same argument of {self.engine} as {before}", where, "leave one out"))
         if found:
             return found
         complaint = parser.complaint(self.words(given))

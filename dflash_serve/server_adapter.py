@@ -383,14 +383,15 @@ def running_server(
     Raises:
         UserError: the server cannot be started, ends by itself, or is not ready in time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     # Only our own clients use the server, so it needs no key.
     serving = deployment.serving.model_copy(update={"api_key_file": None})
     launch = resolve(backend, deployment.model_copy(update={"serving": serving}))
-    launch.prepare(folder)
+    raise_problems(launch.problems, hint=HINT)
     port = free_port()
     command = launch.command(folder, port=port)
-    require_program(command.argv, backend.name)
+    require_program(command.argv, backend.name)  # before anything is written
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.prepare(folder)
     url, environment = f"http://127.0.0.1:{port}", {**os.environ, **command.env, **(env or {})}
     ready = url + backend.facts.probes.ready
     with running(command.argv, folder / "server.log", env=environment, ready=ready, patience=patience):

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
 from dflash_serve.common.documents import read_recipe_file
+from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
@@ -148,6 +149,18 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
         do = f"use one of: {', '.join(found)}"
         raise UserError(f"there is no variant {settings.baseline!r}", where="--baseline", do=do)
     return found, chosen
+
+
+def require_servers(settings: Settings) -> None:
+    """Checks that the servers of the deployed variants can be started; nothing is written.
+
+    Raises:
+        UserError: as `read_deployment` and `find_variants`, or the engine is not installed.
+    """
+    variants, backend = find_variants(settings, read_deployment(settings)[0])
+    for one in variants.values():
+        if isinstance(one, Deployment) and backend is not None:
+            require_program(resolve(backend, one).command(Path()).argv, backend.name)
 
 
 def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:

@@ -66,6 +66,8 @@ def generate(
 ) -> None:
     """Stream an answer, then print acceptance length, survival and speed."""
     need("torch", "safetensors", "torch", "transformers")
+    if temperature == 0:
+        options.refuse_ignored(context, ("top_p", "top_k"), "answers are greedy", "give --temperature, too")
     console = Console(stderr=as_json, highlight=False)
     try:
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)

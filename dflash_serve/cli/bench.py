@@ -38,6 +38,7 @@ Hardware = Annotated[str | None, Option(help="Hardware of the running servers, f
 Devices = Annotated[int | None, Option(help="Devices that throughput is divided by. [default: hardware.count]", min=1)]
 InTurn = Annotated[bool | None, Option(help="Run one server at a time. [default: not with the embedded backend]")]
 WarmUp = Annotated[bool, Option(help="Ask each server as many requests as are in flight, before it is measured.")]
+NAME_TARGET = "give a deployment.yaml or --target, or leave it out"
 Output = Annotated[Path, Option(help="Folder for runs and report; finished runs in it are kept.")]
 
 
@@ -80,6 +81,12 @@ def bench(
     from dflash_serve.bench.settings import Settings
 
     own = options.engine_arguments(context, backend)
+    if deployment is None and target is None:
+        options.refuse_ignored(context, ("variants", "variant", "drafter"), "no server is started", NAME_TARGET)
+        if own:
+            raise UserError("no server is started that takes arguments", where="--", do=NAME_TARGET)
+    if not endpoint:
+        options.refuse_ignored(context, ("api_key_file",), "servers that are started need no key")
     named = {name: value for name, value in context.params.items() if name in Settings.model_fields}
     _run(Bench(Settings.model_validate({**named, **own})), as_json=as_json, quiet=quiet or as_json)
 

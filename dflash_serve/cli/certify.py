@@ -55,6 +55,8 @@ def certify(
     from dflash_serve.certify import report
 
     if compare is not None:
+        others = context.params.keys() - {"compare", "quiet"}
+        options.refuse_ignored(context, sorted(others), "two certificates are compared, and nothing is run")
         worse, lines = report.compare(*map(report.read_certificate, compare))
         typer.echo("\n".join([*lines, "worse" if worse else "not worse"]))
         raise typer.Exit(int(worse))
@@ -70,7 +72,7 @@ def certify(
 
 def _certified(given: dict[str, Any]) -> Any:
     from dflash_serve.bench.aiperf import find_aiperf
-    from dflash_serve.bench.settings import Settings
+    from dflash_serve.bench.settings import Settings, require_servers
     from dflash_serve.certify.certification import Certification
     from dflash_serve.certify.report import JSON, conclude
 
@@ -79,6 +81,7 @@ def _certified(given: dict[str, Any]) -> Any:
     own = {name: value for name, value in given.items() if name in Settings.model_fields}
     own |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
     settings = Settings.model_validate({**own, **fixed})
+    require_servers(settings)
     find_aiperf()
     require_writable(output)
     if given["dataset"] is None:  # aiperf takes single turns

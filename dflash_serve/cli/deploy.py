@@ -61,6 +61,9 @@ def deploy(
         if form in ELSEWHERE:
             do = f"start from examples/deploy/{form}.yaml"
         raise UserError(f"no form {form!r}", where="--render", do=do)
+    if prepare is not None:
+        unused = ("name", "image", "output", "as_json")
+        options.refuse_ignored(context, unused, "nothing is rendered with --prepare")
     if backend_name is None:
         raise UserError("no engine is named", where="--backend", do=f"name one: {', '.join(installed())}")
     chosen = server_backend(backend_name)

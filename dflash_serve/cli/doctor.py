@@ -90,6 +90,11 @@ def doctor(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     if url is not None and observed is not None:
         raise UserError("the server reports it", where="--observed", do="leave it out, or --url")
+    if not options.names_target(deployment, target) and (url is not None or observed is not None):
+        do = "give a deployment.yaml, or --target and --drafter"
+        raise UserError("it is not said which pair the server has", where="doctor", do=do)
+    if url is None:
+        options.refuse_ignored(context, ("model", "api_key_file"), "no server is asked", "give --url, too")
     asked = tuple(read_prompt_set(prompts, variables=template_kwargs(chat_template_kwargs))[:num_prompts])
     pair = _examined_pair(deployment, context.params, asked)
     endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -36,6 +37,7 @@ FULL = (
     "head. This needs a drafter whose own head is a copy of rows of that head."
 )
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
 
 
@@ -128,6 +130,7 @@ def inspect(
 
 
 def convert(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
@@ -146,6 +149,8 @@ def convert(
     beyond the target's is cut to it.
     """
     need("torch", "safetensors", "torch")
+    if markov_head is None:
+        options.refuse_ignored(context, ("markov_rank",), "no Markov head is added", "give --markov-head, too")
     from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
     from dflash_serve.models.loader import head_weight
 
@@ -197,6 +202,8 @@ def train(
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import DRAFTER, choose_device, run
 
+    if not DEVICE.fullmatch(device):
+        raise UserError(f"no device {device!r}", where="--device", do="use auto, cpu, cuda or cuda:N")
     settings, processes = load_recipe(recipe), started()
     if dry_run:
         if processes.first:

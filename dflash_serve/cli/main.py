@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,10 +73,21 @@ for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())
 
 
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this typer brings or imports
+
+
 def run() -> None:
     """Entry point: a mistake, a missing extra, or a refusal of the system is one line on stderr and exit code 2."""
     try:
-        app()
+        ended = app(prog_name="dflash-serve", standalone_mode=False)
+    except USAGE_ERROR as error:
+        if len(sys.argv) == 1:  # its text is the help
+            error.show()
+        else:
+            said = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+            do = f"see `{error.ctx.command_path if error.ctx else 'dflash-serve'} --help`"
+            print(f"dflash-serve: {UserError(said, do=do)}", file=sys.stderr)
+        sys.exit(2)
     except (UserError, ModuleNotFoundError, OSError) as error:
         told = absent(error) if isinstance(error, ModuleNotFoundError) else error
         if isinstance(error, OSError):  # a name that is too long, a full disk
@@ -87,3 +98,4 @@ def run() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    sys.exit(ended if isinstance(ended, int) else 0)

@@ -90,13 +90,35 @@ def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[
     return {"engine_args": {backend: given}} if given else {}
 
 
+def refuse_ignored(context: typer.Context, names: Iterable[str], why: str, do: str = "leave it out") -> None:
+    """Refuses options of the command line that would have no effect.
+
+    Args:
+        names: the options' parameters.
+        why: why they have none.
+
+    Raises:
+        UserError: the first that is given.
+    """
+    shown = {one.name: one.opts[0] if one.opts[0].startswith("-") else one.metavar for one in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(why, where=shown[name] or name, do=do)
+
+
+def names_target(path: Path | None, target: str | None) -> bool:
+    """A file, a flag or the environment names a target."""
+    return path is not None or target is not None or any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ)
+
+
 def require_target(verb: str, path: Path | None, target: str | None) -> None:
     """Asks for anything that names a target: a file, a flag, or the environment.
 
     Raises:
         UserError: nothing does.
     """
-    if path is None and target is None and not any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ):
+    if not names_target(path, target):
         raise UserError(f"nothing to {verb}", where=verb, do="give a deployment.yaml, or --target and --drafter")
 
 
@@ -132,7 +154,8 @@ def described_pair(
     Raises:
         UserError: as `load_deployment` and `name_drafter`.
     """
-    if path is None and flags["target"]["model"] in (None, BUNDLED):
+    target = flags["target"]["model"]
+    if path is None and (target == BUNDLED or not names_target(path, target)):
         drafter = flags["drafter"]["model"] or BUNDLED
         flags = {**flags, "target": {"model": BUNDLED}, "drafter": {"model": drafter}, **bundled}
     return name_drafter(load_deployment(path, flags), backend, quiet=quiet)

@@ -76,6 +76,11 @@ def serve(
     Words after -- go to the engine's own server as they are: `serve deployment.yaml -- --mem-fraction-static 0.9`.
     """
     options.require_target("serve", deployment, target)
+    if backend_name != EMBEDDED:
+        do = f"leave it out, or serve with --backend {EMBEDDED}"
+        options.refuse_ignored(context, OWN, "only the embedded engine's server has it", do)
+    if not dry_run:
+        options.refuse_ignored(context, ("as_json", "show_files"), "only a dry run has it", "add --dry-run")
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     launch = resolve(backend, name_drafter(load_deployment(deployment, flags), backend, quiet=quiet))

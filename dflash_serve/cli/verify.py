@@ -24,6 +24,8 @@ from dflash_serve.prompts import prompts_digest, read_prompt_set, template_kwarg
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice, two_servers
 
+OF_OURS = ("deployment", "target", "drafter", "backend_name", "block_size", "width")
+"""Options of a deployment, which running servers cannot follow."""
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
 """Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more.
@@ -92,12 +94,19 @@ def verify(
         raise UserError(f"{samples} samples a side show nothing", where="--samples", do=do)
     asked = read_prompt_set(prompts, raw=raw, variables=template_kwargs(chat_template_kwargs))
     if with_url or without_url:
+        options.refuse_ignored(
+            context, OF_OURS, "running servers have their own", "leave it out, or --with and --without"
+        )
+        if options.engine_arguments(context, backend_name):
+            raise UserError("running servers have their own arguments", where="--", do="leave them out")
         pair = _servers(context.params)
     else:
+        options.refuse_ignored(context, ("model", "api_key_file"), "only running servers have it", "give --with, too")
         served = {**context.params, "api_key_file": None}  # the option's file is the key of a running server
         flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
         described = _speculating(deployment, flags, backend_name)
         if backend_name == EMBEDDED:
+            options.refuse_ignored(context, ("concurrency",), "the embedded engine runs here, and no server is asked")
             pair = engine_in_process(described)
         else:
             pair = server_started_twice(server_backend(backend_name), described, concurrency=concurrency)
@@ -108,12 +117,8 @@ def _servers(given: Mapping[str, Any]) -> SubjectPair:
     """The two running servers.
 
     Raises:
-        UserError: only one is given, or an option that running servers cannot follow.
+        UserError: only one is given.
     """
-    for name in ("deployment", "target", "drafter", "block_size", "width"):
-        if given[name] is not None:
-            where = "deployment.yaml" if name == "deployment" else f"--{name.replace('_', '-')}"
-            raise UserError("running servers have their own", where=where, do="leave it out, or --with and --without")
     urls = (given["with_url"], given["without_url"])
     if None in urls:
         missing = "--without" if urls[0] else "--with"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ DATA = DocumentLimits(100_000_000, 20_000_000)
 """Headers and indices of weights (the limit of the safetensors library), reports."""
 LARGEST_INTEGER = 2**128
 """transformers writes 10^30, which has 100 bits, as `model_max_length` where a tokenizer has no limit."""
+MERGE = "tag:yaml.org,2002:merge"  # `<<`: takes keys of another mapping; may stand several times
 VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")  # ${NAME} or ${NAME:-default} in a recipe
 
 
@@ -75,7 +77,7 @@ def read_json(path: Path, limits: DocumentLimits = DATA, *, do: str = "") -> Any
 def parse_json(text: str, limits: DocumentLimits = DATA, *, where: str, do: str = "") -> Any:
     """The value of a JSON text; raises as `read_json`."""
     try:
-        return _within(json.loads(text), limits)
+        return _within(json.loads(text, object_pairs_hook=_object), limits)
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON ({_reason(error)})", where=where, do=do) from None
 
@@ -140,6 +142,26 @@ class _Loader(yaml.SafeLoader):
         if self.values > TEXT.values:
             raise ValueError(f"more than {TEXT.values:,} values")
         return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[Hashable, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
+            name, line = self.construct_object(key), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"the key {name!r} is given twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return found
 
 
 def _within(document: Any, limits: DocumentLimits) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -22,6 +22,36 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_no_boolean_for_a_number(cls, data: Any) -> Any:
+        # YAML reads on, yes, off and no as booleans, which Python takes for 1 and 0. Text makes every number an error.
+        if not isinstance(data, Mapping):
+            return data
+        fields = cls.model_fields
+        return {name: _with_words(given, fields[name]) if name in fields else given for name, given in data.items()}
+
+
+def _with_words(given: Any, field: FieldInfo) -> Any:
+    values = given if isinstance(given, list | tuple) else [given]
+    if not any(isinstance(value, bool) for value in values):
+        return given
+    leaves = set(_leaves(field.annotation))
+    if given is False and "off" in leaves:
+        return "off"
+    if leaves & {bool, str} or leaves.isdisjoint((int, float)):
+        return given
+    words = [f"the boolean {str(value).lower()}" if isinstance(value, bool) else value for value in values]
+    return words if values is given else words[0]
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for one in inner:
+        yield from _leaves(one)
+
 
 def describe(error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """The first mistake that pydantic found, in one line.
@@ -30,7 +60,7 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
         model: the model that was read; with it, a similar key is suggested for an unknown one.
     """
     first = first_mistake(error)
-    parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int"))]
+    parts = [str(part) for part in first["loc"] if not str(part).startswith(("constrained", "literal", "int", "[key]"))]
     field = ".".join(parts)
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(parts[-1], _keys(model, parts[:-1]), prefix="".join(f"{part}." for part in parts[:-1]))

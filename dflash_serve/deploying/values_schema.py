@@ -176,6 +176,7 @@ def values_schema(values: Path) -> Schema:
         raise ValueError(f"{values} has no {', '.join(sorted(unknown))}")
     deployment = _untitled(Deployment.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = deployment.pop("$defs")
+    definitions["Speculation"]["properties"]["width"]["anyOf"].append({"const": False})  # helm reads `off` so
     schema["properties"]["deployment"] = {**deployment, "description": described["deployment"]}
     for path, added in ADDED.items():
         section, _, name = path.rpartition(".")

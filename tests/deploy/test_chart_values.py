@@ -280,3 +280,9 @@ def test_the_dashboard_of_the_whole_chart_is_in_its_config_map() -> None:
 def test_a_whole_chart_is_not_written_over_something(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a folder that is not there yet"):
         write_chart(tmp_path)
+
+
+def test_helm_reads_a_width_of_off_as_a_boolean_which_the_schema_takes() -> None:
+    for width, taken in (("off", True), ("'off'", True), ("auto", True), ("on", False)):
+        given = yaml.safe_load(f"deployment: {{target: {{model: x}}, speculation: {{width: {width}}}}}")
+        assert jsonschema.Draft7Validator(SCHEMA).is_valid(given) is taken, width

@@ -15,7 +15,7 @@ from dflash_serve import backend as registry
 from dflash_serve.backend import Command, EngineFacts, Preview, Probes
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import BACKEND_GROUP, Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_torch.facts import FACTS
 from tests.support.chart import DIGEST, Manifest, only, render, server, server_pod
@@ -64,9 +64,9 @@ acme = Acme()
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed beside ours, and found by its entry point."""
-    point = EntryPoint("acme", f"{__name__}:acme", registry.GROUP)
+    point = EntryPoint("acme", f"{__name__}:acme", BACKEND_GROUP)
     monkeypatch.setattr(type(point), "load", _load)
-    found = EntryPoints([*entry_points(group=registry.GROUP), point])
+    found = EntryPoints([*entry_points(group=BACKEND_GROUP), point])
     monkeypatch.setattr(registry, "entry_points", lambda *, group: found.select(group=group))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from dflash_serve import deployment
 from dflash_serve.deployment import INSTEAD, SECRET, Deployment, load_deployment
 from dflash_serve.errors import UserError
 
@@ -53,6 +55,22 @@ MISTAKES = {
     "target: {model: x}\nparallel: {tensr: 1}": "unknown key parallel.tensr; did you mean parallel.tensor?",
     "targt: {model: x}": "unknown key targt; did you mean target?",
     "target: {model: x}\nzzz: 1": "unknown key zzz",
+    "target: {model: x}\nspeculation: {width: on}": "speculation.width: a width is a number",
+    "target: {model: x}\nspeculation: {block_size: off}": "speculation.block_size: Input should be a valid integer",
+    "target: {model: x}\nlimits: {max_batch_size: on}": "(given: 'the boolean true')",
+    "target: {model: x}\nhardware: {count: true}": "hardware.count: Input should be a valid integer",
+    "target: {model: x}\nparallel: {tensor: yes}": "parallel.tensor: Input should be a valid integer",
+    "target: {model: x}\nkv_cache: {memory_fraction: on}": "kv_cache.memory_fraction: Input should be a valid number",
+    "target: {model: x}\nlimits: {max_batch_size: 99999999999999999999}": "less than 2147483648",
+    "target: {model: x}\nengine_args: {tensorrt_llm: {a: 1}}": "no backend of this name; did you mean tensorrt-llm?",
+    "target: {model: x}\nengine_args: {sglan: {a: 1}}": "no backend of this name; did you mean sglang?",
+    "target: {model: x}\nengine_args: {acme: {a: 1}}": "there are: sglang, tensorrt-llm, torch, vllm",
+    "target: {model: x}\nengine_args: {sglang: {a-b: 1, a_b: 2}}": "a-b and a_b are one argument: leave one out",
+    "target: {model: x}\nserving: {served_model_name: --foo}": "begins with no dash",
+    "target: {model: x}\nserving: {served_model_name: ''}": "one line of visible characters",
+    'target: {model: x}\nserving: {served_model_name: "a\\nb"}': "one line of visible characters",
+    "target: {model: x}\nlimits: {}\nlimits: {}": "the key 'limits' is given twice, in lines 2 and 3",
+    "target: {model: x,\n  revision: a,\n  'model': y}": "the key 'model' is given twice, in lines 1 and 3",
 }
 
 
@@ -155,3 +173,61 @@ def test_every_secret_argument_of_an_engine_is_known() -> None:
 def _flags(backend: str) -> list[str]:
     rows = json.loads((ROOT / f"backends/dflash_{backend}/flags.json").read_text())
     return [name.removeprefix("--") for row in rows if row.get("takes", 1) != 0 for name in row["names"]]
+
+
+@pytest.mark.parametrize("off", ["off", "'off'", "OFF"])
+def test_yaml_reads_off_as_a_boolean_and_the_width_is_off(tmp_path: Path, off: str) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(f"target: {{model: x}}\nspeculation: {{width: {off}}}\nparallel: {{attention_data: on}}")
+    found = load_deployment(path)
+    assert (found.speculation.width, found.parallel.attention_data) == ("off", True)
+
+
+def test_text_of_a_variable_or_an_option_is_still_read_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_SERVE_LIMITS__MAX_BATCH_SIZE", "8")
+    monkeypatch.setenv("DFLASH_SERVE_KV_CACHE__MEMORY_FRACTION", "0.5")
+    found = load_deployment(flags={"target": {"model": "x"}, "hardware": {"count": "2"}})
+    assert (found.limits.max_batch_size, found.kv_cache.memory_fraction, found.hardware.count) == (8, 0.5, 2)
+
+
+def test_merged_keys_of_a_mapping_may_be_given_anew(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("target: &one {model: x, revision: a}\ndrafter: {<<: *one, model: y}")
+    found = load_deployment(path)
+    assert found.drafter is not None
+    assert (found.drafter.model, found.drafter.revision) == ("y", "a")
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "key"),
+    [
+        ("TARGET", "Qwen/Qwen3-4B", "TARGET__MODEL"),
+        ("HARDWARE", "b200", "HARDWARE__GPU"),
+        ("LIMITS", "abc", "LIMITS__MAX_BATCH_SIZE"),
+        ("ENGINE_ARGS", "{sglang", "ENGINE_ARGS__SGLANG"),
+        ("LIMITS", '{"max_batch_size": 1, "max_batch_size": 2}', "LIMITS__MAX_BATCH_SIZE"),
+    ],
+)
+def test_a_variable_of_a_section_that_is_no_json_is_one_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch, section: str, value: str, key: str
+) -> None:
+    monkeypatch.setenv(f"DFLASH_SERVE_{section}", value)
+    with pytest.raises(UserError, match=rf"^DFLASH_SERVE_{section}: not valid JSON .* DFLASH_SERVE_{key}=\.\.\.$"):
+        load_deployment(file)
+
+
+def test_a_variable_and_an_option_override_an_argument_in_its_other_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("target: {model: x}\nengine_args: {sglang: {a-b: 1, c_d: 2}, tensorrt-llm: {e: 3}}")
+    monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__SGLANG__A_B", "4")
+    monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__TENSORRT_LLM__E", "5")
+    found = load_deployment(path, {"engine_args": {"sglang": {"c-d": 6}}})
+    assert found.engine_args == {"sglang": {"a-b": "4", "c_d": 6}, "tensorrt-llm": {"e": "5"}}
+
+
+def test_a_backend_of_others_may_have_arguments_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"target": {"model": "x"}, "engine_args": {"acme": {"a": 1}}}
+    monkeypatch.setattr(deployment, "entry_points", lambda group: [SimpleNamespace(name="acme")])
+    assert load_deployment(flags=flags).engine_args == {"acme": {"a": 1}}

@@ -69,6 +69,11 @@ def test_false_turns_a_flag_off_in_its_own_words() -> None:
         ({"policy": "lpm"}, "engine_args.acme.policy", "leave it out: the moon sets it"),
         ({"mem-fraction-static": "much"}, "engine_args.acme", "invalid float value: 'much'"),
         ({"sizes": []}, "engine_args.acme", "expected at least one argument"),
+        (
+            {"overlap": True, "no-overlap": True},
+            "engine_args.acme.no-overlap",
+            "the same argument of Acme 1.0 as overlap",
+        ),
     ],
 )
 def test_what_is_not_the_users_to_give_is_refused(given: dict[str, JsonValue], where: str, said: str) -> None:

@@ -233,6 +233,12 @@ def test_an_alias_that_is_used_twice_is_read(tmp_path: Path) -> None:
     assert read_yaml(path) == {"a": {"x": [1]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}}
 
 
+def test_a_key_of_json_that_is_given_twice_is_named(tmp_path: Path) -> None:
+    path = _written(tmp_path / "a.json", '{"a": {"b": 1, "c": 2, "c": 3}}')
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(the key 'c' is given twice\)"):
+        read_json(path)
+
+
 @pytest.mark.parametrize("read", [read_yaml, read_json, read_keys])
 def test_an_endless_file_is_refused(read: Callable[[Path], object]) -> None:
     with pytest.raises(UserError, match="larger than"):

@@ -68,7 +68,7 @@ def problems(engine: str, fields: dict[str, Any], **more: Any) -> list[str]:
 def test_arguments_are_handed_on_as_they_are(
     engine: str, given: dict[str, Any], words: str, fields: dict[str, Any]
 ) -> None:
-    said = command(engine, fields, engine_args={engine: given, "another": {"nonsense": 1}})
+    said = command(engine, fields, engine_args={engine: given, "torch": {"nonsense": 1}})
     assert words in said
     assert "nonsense" not in said, "another engine's are none of its business"
 

@@ -49,7 +49,6 @@ class Fake:
         (folder / "deployment.json").write_text(deployment.model_dump_json())
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        assert (folder / "deployment.json").exists()
         return Command((sys.executable, "-c", self.program, str(port), str(deployment.speculation.width)))
 
 

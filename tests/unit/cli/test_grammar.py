@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import dflash_serve
 from dflash_serve.cli.main import app, run
 from dflash_serve.common import extras
+from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
@@ -108,3 +109,102 @@ def test_a_bare_install_names_the_extra(
     said = capsys.readouterr().err
     assert re.fullmatch(r"dflash-serve: extra \[\w+\]: not installed: .*; pip install 'dflash-serve\[\w+\]'\n", said)
     assert list(tmp_path.iterdir()) == []
+
+
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The line on stderr of a command that is refused."""
+    monkeypatch.setattr("sys.argv", ["dflash-serve", *words])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+    return told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("serve", "x.yaml", "--port", "99999"), "Invalid value for '--port'.*; see `dflash-serve serve --help`"),
+        (("verify", "--samples", "many"), "Invalid value for '--samples'.*; see `dflash-serve verify --help`"),
+        (("serve", "--wdith", "3"), "No such option: --wdith.*--width.*; see `dflash-serve serve --help`"),
+        (("convert", "a", "b"), "Missing option '--to'.*zlab, speculators.*; see `dflash-serve convert --help`"),
+        (("frob",), "No such command 'frob'.*; see `dflash-serve --help`"),
+    ],
+)
+def test_a_wrong_word_is_one_line(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.fullmatch(f"dflash-serve: {said}\n", say(monkeypatch, capsys, *words))
+
+
+def test_no_word_at_all_is_answered_with_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dflash-serve"])
+    with pytest.raises(SystemExit):
+        run()
+    told = capsys.readouterr()
+    assert "Usage: dflash-serve" in told.out + told.err
+
+
+SERVERS = ("--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:9")
+IGNORED = [
+    (("convert", "a", "b", "--to", "zlab", "--markov-rank", "16"), "--markov-rank", "give --markov-head, too"),
+    (("serve", "x.yaml", "--json"), "--json", "add --dry-run"),
+    (("serve", "x.yaml", "--show-files"), "--show-files", "add --dry-run"),
+    (("serve", "x.yaml", "--backend", "sglang", "--drain-seconds", "4"), "--drain-seconds", "with --backend torch"),
+    (("serve", "x.yaml", "--backend", "vllm", "--acceptance-metrics", "none"), "--acceptance-metrics", "torch"),
+    (("generate", "hello", "--top-p", "0.9"), "--top-p", "give --temperature, too"),
+    (("generate", "hello", "--top-k", "9"), "--top-k", "give --temperature, too"),
+    (("verify", "x.yaml", *SERVERS), "DEPLOYMENT", "running servers have their own"),
+    (("verify", *SERVERS, "--backend", "torch"), "--backend", "running servers have their own"),
+    (("verify", *SERVERS, "--width", "4"), "--width", "running servers have their own"),
+    (("verify", *SERVERS, "--", "--a", "1"), "--", "running servers have their own arguments"),
+    (("verify", "--model", "a"), "--model", "give --with, too"),
+    (("verify", "--api-key-file", "a"), "--api-key-file", "give --with, too"),
+    (("verify", "--concurrency", "3"), "--concurrency", "no server is asked"),
+    (("doctor", "--model", "a"), "--model", "give --url, too"),
+    (("doctor", "--api-key-file", "a"), "--api-key-file", "give --url, too"),
+    (("bench", "--endpoint", "a=http://b", "--variants", "off"), "--variants", "no server is started"),
+    (("bench", "--endpoint", "a=http://b", "--drafter", "c"), "--drafter", "no server is started"),
+    (("bench", "--endpoint", "a=http://b", "--", "--c", "1"), "--", "no server is started"),
+    (("bench", "x.yaml", "--api-key-file", "a"), "--api-key-file", "need no key"),
+    (("certify", "--compare", "a.json", "b.json", "--minutes", "3"), "--minutes", "nothing is run"),
+    (("deploy", "x.yaml", "--backend", "torch", "--prepare", "a", "--image", "b"), "--image", "nothing is rendered"),
+]
+
+
+@pytest.mark.parametrize(("words", "where", "why"), IGNORED, ids=[" ".join(words) for words, _, _ in IGNORED])
+def test_an_option_without_an_effect_is_refused(
+    words: tuple[str, ...], where: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = say(monkeypatch, capsys, *words)
+    assert said.startswith(f"dflash-serve: {where}: ")
+    assert why in said
+
+
+def test_a_dry_run_of_a_training_refuses_a_device_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = say(monkeypatch, capsys, "train", "recipe.yaml", "--dry-run", "--device", "tpu")
+    assert said == "dflash-serve: --device: no device 'tpu'; use auto, cpu, cuda or cuda:N\n"
+
+
+def test_a_target_of_the_environment_is_not_replaced_by_the_bundled_pair(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_SERVE_TARGET__MODEL", "/nowhere")
+    assert "/nowhere" in say(monkeypatch, capsys, "generate", "hello")
+
+
+@pytest.mark.parametrize("verb", ["serve", "verify", "certify"])
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
+    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    monkeypatch.setattr("dflash_serve.common.processes.find_spec", lambda _: None)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    words = (verb, "--target", str(target), "--drafter", str(drafter), "--backend", "sglang")
+    assert say(monkeypatch, capsys, *words).startswith("dflash-serve: sglang: not installed in this environment")
+    assert list((tmp_path / "here").iterdir()) == []

@@ -91,7 +91,7 @@ def test_a_folder_and_a_relative_path_are_told_as_what_they_are(
     ("words", "said"),
     [
         (("--width", "9"), "width 9"),
-        (("--backend", "sglang", "--drain-seconds", "1"), "drain-seconds: SGLang 0.5.23 has no such argument"),
+        (("--backend", "sglang", "--drain-seconds", "1"), "--drain-seconds: only the embedded engine's"),
         (("--backend", "nothing"), "installed are: sglang, tensorrt-llm, torch, vllm"),
         (("--backend", "sglng"), "did you mean sglang?"),
         (("--backend", "sglang"), "sglang: not installed in this environment"),

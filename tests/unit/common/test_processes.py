@@ -125,8 +125,9 @@ def test_a_server_that_is_never_ready_is_given_up_and_stopped(tmp_path: Path) ->
 def test_a_program_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     nothing = FakeBackend("", executable=str(tmp_path / "nothing"))
     said = pytest.raises(UserError, match=r"nothing: not installed in this environment")
-    with said, running_server(nothing, DESCRIBED, tmp_path):
+    with said, running_server(nothing, DESCRIBED, tmp_path / "new"):
         pass
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_does_not_go_on_sigterm_is_killed_with_its_children(

@@ -178,8 +178,16 @@ def test_a_pair_alone_is_examined(
 def test_what_cannot_be_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "doctor", "--url", "http://127.0.0.1:9", "--observed", 2) == 2
     assert "--observed" in capsys.readouterr().err
-    assert call(monkeypatch, "doctor", "--url", "http://127.0.0.1:9", "--drafter", "smollm2") == 2
+    assert call(monkeypatch, "doctor", "--url", "http://127.0.0.1:9", "--target", "smollm2") == 2
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [("--url", "http://127.0.0.1:9"), ("--observed", 3)])
+def test_a_server_is_not_taken_for_one_of_the_bundled_pair(
+    asked: tuple[object, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "doctor", *asked) == 2
+    assert "which pair the server has; give a deployment.yaml, or --target" in capsys.readouterr().err
 
 
 def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:

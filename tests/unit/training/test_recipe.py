@@ -42,6 +42,10 @@ def test_variables_come_from_the_environment(tmp_path: Path) -> None:
         (("steps: 10", "steps: 10, setps: 3"), r"unknown key training.setps; did you mean training.steps\?"),
         (("steps: 10", "steps: 10, minutes: 3"), "exactly one budget"),
         (("steps: 10", "lr: 1.0e-3"), "exactly one budget"),
+        (("steps: 10", "steps: yes"), "training.steps: Input should be a valid integer.*the boolean true"),
+        (("steps: 10", "steps: 10, lr: on"), "training.lr: Input should be a valid number.*the boolean true"),
+        (("steps: 10", "steps: 10, betas: [0.9, off]"), "training.betas.1: .*the boolean false"),
+        (("steps: 10", "steps: 10, steps: 20"), "the key 'steps' is given twice, in lines 6 and 6"),
         (("steps: 10", "steps: 10, seen_at_least: 4"), "seen_at_least: 4 needs reduced_vocabulary: true"),
         (("PROMPTS_FOLDER", "NOT_SET_ANYWHERE"), r"\$\{NOT_SET_ANYWHERE\} is not set"),
         (
