@@ -154,8 +154,9 @@ class EngineLoop:
             request.failure = "the answer could not be turned into text"
         if request.failure is not None:
             grammar = request.grammar
-            at_fault = grammar is not None and grammar.failure is not None
-            item = UserError(request.failure, where=grammar.where) if at_fault else AnswerFailedError(request.failure)
+            item = AnswerFailedError(request.failure)
+            if grammar is not None and grammar.failure is not None:
+                item = UserError(request.failure, where=grammar.where)
         if isinstance(item, Chunk) and item.finish_reason is None:
             if item.token_ids:
                 answer.deliver(answer, item)

@@ -89,11 +89,13 @@ class RequestHandler:
 
     async def respond(self, body: Body, request: Request) -> Response:
         """Waits for the first chunk before a byte is sent, so that an error before it has its own status."""
-        stream: ResponseStream | None = None
         try:
             # Owners of different API keys do not share prefixes.
             stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
-            chunks = aiter(stream)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        chunks = aiter(stream)
+        try:
             first = await unless_gone(request.receive, anext(chunks))
             if body.stream:
                 events = event_data(_joined(first, chunks), formatter, stream)
@@ -101,8 +103,7 @@ class RequestHandler:
             await unless_gone(request.receive, _exhaust(chunks))
             return AsciiJSON(formatter.whole(stream.answers))
         except BaseException as error:
-            if stream is not None:
-                stream.cancel()
+            stream.cancel()
             if isinstance(error, ClientDisconnect):
                 return Response(status_code=499)
             raise
