@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Engine, Prompt, RequestOutput, Stream, choose_drafter, embedded_backend
 from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class LLM:
             prompts: text or token ids, one or several.
             params: one for all prompts, or one for each; the default samples at temperature 1, as in vLLM. Without
                 `max_tokens` an answer has at most `MAX_TOKENS`.
+
+        Raises:
+            UserError: a prompt cannot run, or there are not as many `params` as prompts.
         """
         stream = self.stream(prompts, params)
         for _ in stream:
@@ -85,11 +89,18 @@ class LLM:
         Any number of streams can be open at once. Closing or deleting one ends its own requests.
         """
         many = _as_list(prompts)
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if any(not isinstance(one, SamplingParams) for one in each):
+            raise UserError("not all of them are SamplingParams", where="params")
+        if len(each) != len(many):
+            what = f"{len(each)} for {len(many)} prompts"
+            raise UserError(what, where="params", do="give one for all prompts, or one for each")
         return self.engine.stream(many, [_limited(one) for one in each])
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> RequestOutput:
         """Answers one conversation through the target's own chat template."""
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise UserError("a conversation is a list of messages", where="messages", do="use generate for text")
         return self.generate([messages], params)[0]
 
     def spec_generate(
@@ -110,7 +121,11 @@ class LLM:
             stop_token_ids=tuple(stop_token_ids or ()),
             ignore_eos=True,  # z-lab's loop stops at the given tokens only
         )
-        output = self.generate(input_ids[0].tolist(), params)[0]
+        if input_ids.dim() != 2 or len(input_ids) != 1:
+            raise UserError(
+                f"its shape is {list(input_ids.shape)}", where="input_ids", do="give one prompt: [1, tokens]"
+            )
+        output = self.generate([input_ids[0].tolist()], params)[0]
         return input_ids.new_tensor([output.prompt_token_ids + output.token_ids])
 
 
@@ -121,6 +136,9 @@ def _limited(params: SamplingParams) -> SamplingParams:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        do = "give text, token ids, messages, or a list of these"
+        raise UserError(f"{type(prompts).__name__} is no prompt", where="prompts", do=do)
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping))):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -29,10 +29,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_messages(
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+        special: with the tokens that the tokenizer adds, such as the beginning of a sequence.
+
+    Raises:
+        UserError: the text has half a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text[error.start]!r} is half a surrogate pair, and no character", where="prompt") from None
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def render_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> list[int]:
-    """Token ids of chat messages, by the target's own template.
+) -> str:
+    """The text of chat messages, by the target's own template; it is encoded without special tokens.
 
     Args:
         variables: further variables of the template, such as `tools`.
@@ -48,12 +64,11 @@ def encode_messages(
             where = name if name == "reasoning_effort" else "chat_template_kwargs"
             raise UserError(f"the target's chat template does not read {name!r}", where=where, do="leave it out")
     try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, **variables
+        return str(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **variables)
         )
     except Exception as error:  # templates raise exceptions of any class
         raise UserError(f"the target's chat template refuses them ({error})", where="messages") from None
-    return list(encoded["input_ids"])
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None) -> str:

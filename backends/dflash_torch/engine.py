@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .answer import Answer, AnswerFailedError, Item, StepFailedError, encode_messages
+from .answer import Answer, AnswerFailedError, Item, StepFailedError, encode_text, render_messages
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
 from .sampler import StepResult
@@ -152,8 +153,10 @@ class EngineLoop:
             log.exception("an answer could not be turned into text")
             request.failure = "the answer could not be turned into text"
         if request.failure is not None:
-            at_fault = request.grammar is not None and request.grammar.failure is not None
-            item = UserError(request.failure) if at_fault else AnswerFailedError(request.failure)
+            grammar = request.grammar
+            item = AnswerFailedError(request.failure)
+            if grammar is not None and grammar.failure is not None:
+                item = UserError(request.failure, where=grammar.where)
         if isinstance(item, Chunk) and item.finish_reason is None:
             if item.token_ids:
                 answer.deliver(answer, item)
@@ -252,10 +255,14 @@ class EmbeddedEngine:
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
-        if prompt and isinstance(prompt[0], Mapping):
-            return encode_messages(self.tokenizer, prompt, template_variables(prompt))  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+            return encode_text(self.tokenizer, prompt)
+        try:
+            if prompt and isinstance(prompt[0], Mapping):
+                text = render_messages(self.tokenizer, prompt, template_variables(prompt))  # type: ignore[arg-type]
+                return encode_text(self.tokenizer, text, special=False)
+            return [index(token) for token in prompt]  # type: ignore[arg-type]
+        except (TypeError, KeyError):
+            raise UserError("neither text, nor token ids, nor chat messages", where="prompt") from None
 
     def stream(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> EngineStream:
         each = [(self.tokenize(prompt), param) for prompt, param in zip(prompts, params, strict=True)]

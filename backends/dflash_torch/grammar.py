@@ -35,15 +35,18 @@ class Grammar:
     """The grammar of one answer and its state.
 
     `failure` says why the matcher could not go on (one of its limits); its masks have no meaning after that.
+
+    Args:
+        where: the field of the request that asks for it.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, where: str) -> None:
+        self._matcher, self._vocab_size, self.where = matcher, vocab_size, where
         self.failure: str | None = None
 
     def copy(self) -> Grammar:
         """A copy with its own state."""
-        return Grammar(self._matcher.deep_copy(), self._vocab_size)
+        return Grammar(self._matcher.deep_copy(), self._vocab_size, self.where)
 
     @property
     def finished(self) -> bool:
@@ -144,15 +147,22 @@ class Grammars:
     def _compile(self, text: str, where: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        # With ten times this fuel, its default, `(a{1000}){100}` costs the whole batch 0.1 s a step; string lengths and
+        # enumerations of thousands need less than it.
+        fuel = 100_000
+        limits = LLParserLimits(
+            max_grammar_size=100_000, max_lexer_states=50_000, initial_lexer_fuel=fuel, verbose_errors=False
+        )
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             message = " ".join(matcher.get_error().split())[:300]
             raise UserError(f"it cannot be enforced ({message})", where=where)
-        grammar = Grammar(matcher, self._vocab_size)
+        grammar = Grammar(matcher, self._vocab_size, where)
         grammar.masks([], torch.device("cpu"))
-        if grammar.failure is not None:  # such as a schema that only refers to itself
-            raise UserError("no answer can match it", where=where)
+        if grammar.failure is not None:
+            limit = matcher.get_error().splitlines()  # none for a schema that only refers to itself
+            what = f"it cannot be enforced ({limit[0]})" if limit else "no answer can match it"
+            raise UserError(what, where=where)
         return grammar
 
 

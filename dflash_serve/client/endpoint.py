@@ -126,7 +126,8 @@ class Endpoint:
         except UserError:  # some servers have no such list; requests show what else is wrong
             return None
         data = listed.get("data") if isinstance(listed, Mapping) else None
-        longest = data[0].get("max_model_len") if data and isinstance(data[0], Mapping) else None
+        first = data[0] if isinstance(data, list) and data else None
+        longest = first.get("max_model_len") if isinstance(first, Mapping) else None
         return longest if isinstance(longest, int) else None
 
     def sglang_settings(self) -> Mapping[str, Any]:
@@ -208,7 +209,7 @@ class Endpoint:
             completion = self._connection.json("POST", path, body)
         try:
             return _reply(_joined(events) if body.get("stream") else completion)
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is no completion", where=self.base + path, do=do) from None
 
@@ -239,6 +240,8 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # the completion that the events of a streamed answer make together
+    if not events:
+        raise ValueError
     choice: dict[str, Any] = {"text": "", "logprobs": {}}
     usage = None
     for event in events:
@@ -254,16 +257,20 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reply(body: Mapping[str, Any]) -> Reply:
-    # Raises KeyError, IndexError, TypeError or ValueError for a body that is not a completion.
+    # Raises KeyError, IndexError, TypeError, ValueError, AttributeError or OverflowError for what is no completion.
     # vLLM has the prompt's ids beside the choices of a chat and within those of a completion, SGLang always within
     choices, common = body["choices"], {"prompt_token_ids": body.get("prompt_token_ids")}
     completion_tokens = (body.get("usage") or {}).get("completion_tokens")
+    if not isinstance(completion_tokens, int | None):
+        raise TypeError
     found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
     return found[0] if len(found) == 1 else replace(found[0], choices=tuple(found))
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:
     text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
+    if not isinstance(text, str | None):
+        raise TypeError
     return Reply(
         text=text or "",
         token_ids=_ids(choice.get("token_ids", choice.get("response_token_ids"))),  # the latter in SGLang's chats

@@ -87,7 +87,7 @@ class Connection:
     def _parsed(self, path: str, text: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is not JSON", where=self.base + path, do=do) from None
 
@@ -183,6 +183,6 @@ def _message(response: httpx.Response) -> str:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else body
         text = error.get("message", error.get("detail", error)) if isinstance(error, dict) else error
-    except ValueError:
+    except (ValueError, RecursionError):
         text = response.text
     return " ".join(str(text).split())[:300] or response.reason_phrase

@@ -65,7 +65,7 @@ class SamplingParams(BaseModel):
     @model_validator(mode="after")
     def _limits_agree(self) -> "SamplingParams":
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+            raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}")
         return self
 
     @field_validator("temperature")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,3 +82,45 @@ def test_a_deployment_says_the_same_as_arguments(folders: tuple[str, str], llm: 
 def test_a_prompt_that_cannot_run_is_refused_before_anything_runs(llm: LLM, prompt: str | list[int]) -> None:
     with pytest.raises(UserError, match="prompt"):
         llm.generate([[1, 2, 3], prompt], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        None,
+        5,
+        b"abc",
+        {"role": "user"},
+        [None],
+        [1.5],
+        [1, "a"],
+        ["a", 1.5],
+        [["a"]],
+        [[[1]]],
+        {"a"},
+        "\ud800",
+        ["\ud800"],
+    ],
+)
+def test_what_is_no_prompt_is_one_line(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(UserError, match="prompt") as refused:
+        llm.generate(prompts, GREEDY)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("params", [[GREEDY], [GREEDY] * 3, [], {"max_tokens": 3}, 5, [None, None]])
+def test_params_that_do_not_fit_the_prompts_are_one_line(llm: LLM, params: Any) -> None:
+    with pytest.raises(UserError, match="params"):
+        llm.generate(["a", "b"], params)
+
+
+@pytest.mark.parametrize("messages", ["hi", None, 5])
+def test_a_chat_of_something_else_is_not_answered_without_its_template(llm: LLM, messages: Any) -> None:
+    with pytest.raises(UserError, match="messages"):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], [1, 2], [[1.5]], [[]]])
+def test_spec_generate_answers_one_prompt_and_drops_none(llm: LLM, ids: Any) -> None:
+    with pytest.raises(UserError):
+        llm.spec_generate(torch.tensor(ids))

@@ -310,6 +310,8 @@ def reused(served: Running) -> float:
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+MANY = {f"k{n}": {"type": "integer"} for n in range(1200)}  # all of them optional
+TOO_WIDE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": MANY}}}
 RECURSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
 
 
@@ -325,27 +327,29 @@ RECURSIVE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$re
         ({"stop": [""]}, "stop", "invalid_value"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
-        ({"top_logprobs": 2}, "", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-        ({"stream_options": {"include_usage": True}}, "", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", None),
         ({"messages": [{"role": "user", "content": "x " * 600}]}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x " * 600_000}]}, "messages", "context_length_exceeded"),
-        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "", "invalid_value"),
-        ({"extra_body": {"stop_token_ids": list(range(129))}}, "", "invalid_value"),
-        ({"stop": ["x" * 257]}, "", "invalid_value"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "invalid_value"),
+        ({"extra_body": {"stop_token_ids": list(range(129))}}, "stop_token_ids", "invalid_value"),
+        ({"stop": ["x" * 257]}, "stop", "invalid_value"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "unknown_parameter"),
         ({"extra_body": {"logits_processors": ["os.system"]}}, "logits_processors", "unknown_parameter"),
         ({"response_format": NO_SCHEMA}, "response_format", None),
         ({"response_format": RECURSIVE}, "response_format", "invalid_value"),
+        ({"response_format": TOO_WIDE}, "response_format", "invalid_value"),
+        ({"extra_body": {"regex": "(a{1000}){100}"}}, "regex", "invalid_value"),
         ({"extra_body": {"response_format": {"type": "regex", "pattern": "("}}}, "response_format", None),
         ({"extra_body": {"regex": "("}}, "regex", None),
         ({"extra_body": {"regex": "a", "structured_outputs": {"choice": ["a"]}}}, "", "invalid_value"),
-        ({"extra_body": {"regex": "a", "min_tokens": 1}}, "", "invalid_value"),
+        ({"extra_body": {"regex": "a", "min_tokens": 1}}, "min_tokens", "invalid_value"),
         ({"extra_body": {"structured_outputs": {"grammar": "start: x"}}}, "structured_outputs.grammar", None),
-        ({"extra_body": {"min_tokens": 13}}, "", "invalid_value"),
+        ({"extra_body": {"min_tokens": 13}}, "min_tokens", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"no_such_thing": 1}}}, "chat_template_kwargs", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs", "invalid_value"),
         ({"extra_body": {"chat_template_kwargs": {"if": 1}}}, "chat_template_kwargs", "invalid_value"),
@@ -363,6 +367,20 @@ def test_a_bad_field_is_a_400_that_names_it(
     assert (body["param"] or "").startswith(param)
     assert code in (None, body["code"])
     assert body["message"]
+
+
+def test_a_long_conversation_is_refused_before_its_text_is_encoded(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="characters, more than 256 tokens can hold"):
+        chat(client, extra_body={"chat_template_kwargs": {"reasoning_effort": "x" * 100_000}})
+
+
+@pytest.mark.parametrize("field", ["user", "stop", "cache_salt", "regex"])
+def test_half_a_surrogate_pair_is_a_400_that_names_its_field(served: Running, field: str) -> None:
+    content = json.dumps({"model": "tiny", "prompt": "a", field: "a\ud800"})
+    headers = {"Content-Type": "application/json"}
+    said = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers).json()["error"]
+    assert said["param"] == field
+    assert "half a surrogate pair" in said["message"]
 
 
 def test_null_fields_mean_their_defaults_and_content_may_come_in_text_parts(client: OpenAI) -> None:

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from dflash_torch.server.api import ChatRequest
-from dflash_torch.server.chat import encode_chat
+from dflash_torch.server.chat import render_chat
 from tests.support.serving import MODEL, Running, running
 
 
@@ -102,7 +102,7 @@ def test_calls_and_their_results_go_back_to_the_target(client: OpenAI, served: R
         > chat(client, max_tokens=4).usage.prompt_tokens
     )
     body = ChatRequest.model_validate({"model": MODEL, "messages": history, "tools": [WEATHER, CLOCK]})
-    text = served.engine.tokenizer.decode(encode_chat(served.engine.tokenizer, body))
+    text = render_chat(served.engine.tokenizer, body)
     assert text.startswith("<tool_call>get_weather get_time")
     assert '"arguments": {"' in text  # an object for the template, not text in quotes
     assert "22 degrees" in text

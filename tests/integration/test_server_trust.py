@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +187,27 @@ def test_a_client_that_leaves_before_its_body_is_whole_does_no_harm(served: Runn
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert post(served.url).status_code == 200
     assert served.idle()
+
+
+def test_a_client_that_leaves_while_its_prompt_is_read_is_no_error(
+    served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, left, tokenize = threading.Event(), threading.Event(), served.engine.tokenize
+
+    def slow(prompt: Any) -> list[int]:
+        begun.set()
+        left.wait(20)
+        return tokenize(prompt)
+
+    monkeypatch.setattr(served.engine, "tokenize", slow)
+    connection = raw_request(served.url, LONG)
+    assert begun.wait(20)
+    connection.close()
+    assert httpx.get(f"{served.url}/health").status_code == 200  # by then the event loop has seen that it is gone
+    left.set()
+    assert post(served.url).status_code == 200
+    assert served.idle()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 # --- slow streams

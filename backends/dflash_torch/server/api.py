@@ -151,7 +151,12 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        json.dumps(data, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
+        for name, value in data.items() if isinstance(data, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                raise ValueError(f"{name}: {half!r} is half a surrogate pair, and no character") from None
         data = _without_nulls(data)
         biases = data.get("logit_bias") if isinstance(data, dict) else None
         if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:

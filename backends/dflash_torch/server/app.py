@@ -296,7 +296,10 @@ def _invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: not a field that this server knows", param=param, code="unknown_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
+    if param is None:  # of the whole body: its message begins with the field
+        field = message.partition(":")[0]
+        return ApiError(400, message, param=field if field in (body or ()) else None, code="invalid_value")
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[int | str]:

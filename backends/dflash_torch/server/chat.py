@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash_serve.backend import FinishReason
 from dflash_serve.errors import UserError
 
-from ..answer import could_begin, encode_messages, template_of
+from ..answer import could_begin, render_messages, template_of
 from ..grammar import WHITESPACE, checked_schema
 from .api import ChatRequest, Function, json_object
 
@@ -37,8 +37,8 @@ TEXT = r"TEXT: /(.|\n)*/"
 OTHER_FORMS = ("<function=", "<arg_key>")
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[int]:
-    """Token ids of a request's conversation.
+def render_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> str:
+    """The text of a request's conversation.
 
     Raises:
         UserError: the template refuses it, or does not support something that the request asks for.
@@ -55,7 +55,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> list[i
     for tool in tools or ():
         tool["function"].pop("strict")
     messages = [message.plain() for message in body.messages]
-    return encode_messages(tokenizer, messages, variables | ({"tools": tools} if tools else {}))
+    return render_messages(tokenizer, messages, variables | ({"tools": tools} if tools else {}))
 
 
 def _check_tools(tokenizer: PreTrainedTokenizerBase) -> None:

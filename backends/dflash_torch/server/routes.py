@@ -22,11 +22,11 @@ from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
-from ..answer import Answer
+from ..answer import Answer, encode_text
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
 from .api import ApiError, ChatRequest, CompletionRequest, Form
-from .chat import call_grammar, encode_chat
+from .chat import call_grammar, render_chat
 from .responses import ChatFormatter, CompletionFormatter, Formatter, TokenNames
 from .settings import ServerSettings
 from .worker import EngineWorker, ResponseStream
@@ -89,8 +89,11 @@ class RequestHandler:
 
     async def respond(self, body: Body, request: Request) -> Response:
         """Waits for the first chunk before a byte is sent, so that an error before it has its own status."""
-        # Owners of different API keys do not share prefixes.
-        stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
+        try:
+            # Owners of different API keys do not share prefixes.
+            stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
+        except ClientDisconnect:
+            return Response(status_code=499)
         chunks = aiter(stream)
         try:
             first = await unless_gone(request.receive, anext(chunks))
@@ -201,10 +204,15 @@ def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, par
         ApiError, UserError: it does not accept them.
     """
     field = "messages" if isinstance(prompt, ChatRequest) else "prompt"
-    if (characters := _characters(prompt)) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
-        what = f"{characters} characters, more than {engine.scheduler.capacity} tokens can hold"
+    text = render_chat(engine.tokenizer, prompt) if isinstance(prompt, ChatRequest) else prompt
+    # Before it is encoded, which takes seconds for a long text, and makes others wait.
+    if isinstance(text, str) and len(text) > engine.scheduler.capacity * _longest_token(engine.tokenizer):
+        what = f"{len(text)} characters, more than {engine.scheduler.capacity} tokens can hold"
         raise ApiError(400, what, param=field, code="context_length_exceeded")
-    tokens = encode_chat(engine.tokenizer, prompt) if isinstance(prompt, ChatRequest) else engine.tokenize(prompt)
+    if isinstance(prompt, ChatRequest):
+        tokens = encode_text(engine.tokenizer, str(text), special=False)
+    else:
+        tokens = engine.tokenize(prompt)
     try:
         engine.scheduler.check(tokens, params)
     except UserError as error:
@@ -212,12 +220,6 @@ def _tokenize(engine: EmbeddedEngine, prompt: str | list[int] | ChatRequest, par
         code = "context_length_exceeded" if len(tokens) >= engine.scheduler.capacity else "invalid_value"
         raise ApiError(400, str(error), param=param, code=code) from None
     return tokens
-
-
-def _characters(prompt: str | list[int] | ChatRequest) -> int:  # length of the text; 0 for token ids
-    if isinstance(prompt, ChatRequest):
-        return sum(len(message.text) + len(message.reasoning_content) for message in prompt.messages)
-    return len(prompt) if isinstance(prompt, str) else 0
 
 
 @cache

@@ -321,4 +321,6 @@ def _api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, StepFailedError):
         return ApiError(500, STEP_FAILED)
-    return ApiError(400 if isinstance(error, UserError) else 500, str(error))
+    if isinstance(error, UserError):
+        return ApiError(400, str(error), param=error.where or None, code="invalid_value")
+    return ApiError(500, str(error))

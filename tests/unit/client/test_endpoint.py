@@ -148,13 +148,32 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
         ((200, {"choices": []}), "OpenAI-compatible"),
         ((200, {"hello": 1}), "OpenAI-compatible"),
         ((200, [1]), "OpenAI-compatible"),
+        ((200, b"[" * 100_000), "OpenAI-compatible"),
+        ((500, b"[" * 100_000), "HTTP 500"),
+        ((200, {"choices": [{"text": "a"}], "usage": "x"}), "OpenAI-compatible"),
+        ((200, {"choices": [{"text": "a"}], "usage": {"completion_tokens": "x"}}), "OpenAI-compatible"),
+        ((200, {"choices": [{"text": 5}]}), "OpenAI-compatible"),
+        ((200, {"choices": [{"message": "a"}]}), "OpenAI-compatible"),
+        ((200, {"choices": [{"text": "a", "logprobs": [1]}]}), "OpenAI-compatible"),
+        ((200, b'{"choices": [{"text": "a", "token_ids": [Infinity]}]}'), "OpenAI-compatible"),
         ((400, {"error": {"message": "temperature:\n no"}}), "400: temperature: no"),
     ],
 )
 def test_a_refusal_and_what_is_no_completion_are_one_clear_line(reply: Reply, said: str) -> None:
     with server(lambda _: reply) as (url, _), pytest.raises(UserError, match=said) as caught:
         Endpoint(url).complete("hello", GREEDY)
-    assert not isinstance(caught.value, RefusedError) or caught.value.status == 400
+    assert not isinstance(caught.value, RefusedError) or caught.value.status == reply[0]
+
+
+def test_a_stream_without_an_event_is_no_empty_answer() -> None:
+    with server(lambda _: (200, b"<html>")) as (url, _), pytest.raises(UserError, match="no completion"):
+        Endpoint(url).complete("hello", GREEDY, {"stream": True})
+
+
+@pytest.mark.parametrize("models", [{"data": {"id": "m"}}, {"data": "m"}, {"data": [5]}, [], None])
+def test_an_odd_list_of_models_says_nothing_of_the_context(models: Any) -> None:
+    with site(lambda *_: (200, models)) as url:
+        assert Endpoint(url).context is None
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://user:secret@host"])
