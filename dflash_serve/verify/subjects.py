@@ -87,7 +87,7 @@ class EngineSubject:
             for chunk in stream:
                 answered[chunk.index].append(chunk)
                 if chunk.finish_reason is not None:
-                    yield chunk.index, self._reply(answered[chunk.index])
+                    yield chunk.index, self._reply(questions[chunk.index], answered[chunk.index])
             self.statistics += total(output.statistics for output in stream.outputs())
 
     def acceptance(self) -> AcceptanceStatistics:
@@ -105,14 +105,16 @@ class EngineSubject:
         except UserError as error:
             raise RefusedError(error.what, where=error.where, do=error.do, status=400) from None
 
-    def _reply(self, chunks: Sequence[Chunk]) -> Reply:
+    def _reply(self, question: Question, chunks: Sequence[Chunk]) -> Reply:
         scored = tuple(
             ScoredToken(self._name(one.token_id), one.logprob, tuple((self._name(t), value) for t, value in one.top))
             for chunk in chunks
             for one in chunk.logprobs or ()
         )
         text, token_ids = "".join(chunk.text for chunk in chunks), (t for chunk in chunks for t in chunk.token_ids)
-        return Reply(text, tuple(token_ids), scored or None, finish_reason=chunks[-1].finish_reason)
+        prompt_ids = tuple(self.engine.tokenize(question.prompt))
+        ended = chunks[-1].finish_reason
+        return Reply(text, tuple(token_ids), scored or None, finish_reason=ended, prompt_ids=prompt_ids)
 
     def _name(self, token_id: int) -> str:
         # as the vocabulary spells it: no two tokens look alike

@@ -92,8 +92,8 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     [(4, "set it to 512 or more"), (64, "set it to 512 or more, or limits.max_batch_size to 4")],
 )
 def test_the_advice_on_too_few_rows_can_be_followed(rows: int, advice: str) -> None:
-    (problem,) = backend().check(deployment(QWEN, {"limits.max_num_tokens": rows}))
-    assert (problem.where, problem.do) == ("limits.max_num_tokens", advice)
+    problems = backend().check(deployment(QWEN, {"limits.max_num_tokens": rows}))
+    assert ("limits.max_num_tokens", advice) in [(problem.where, problem.do) for problem in problems]
 
 
 def assert_refused(wanted: Deployment, where: str, reason: str, release: str = "1.4") -> None:
