@@ -136,7 +136,7 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert found.report["servers"]["auto"]["graphs"] == ["captured 3 CUDA graphs in 0.1 s"]
     assert "acceptance" in found.report["servers"]["fixed 4"]["metrics"]
     assert "accepted" in (found.folder / "out" / "certificate.html").read_text()
-    given = ("--gpu", "b200", "--calibrate", found.folder / "out" / "certificate.json")
+    given = ("--gpu", "b200", "--isl", "64", "--osl", "64", "--calibrate", found.folder / "out" / "certificate.json")
     assert call(found.monkeypatch, "plan", found.file, *given, "--output", found.folder / "plan") == 0
     assert "calibrated: fixed 4, 2 users: measured 61 tokens/s" in capsys.readouterr().out
 

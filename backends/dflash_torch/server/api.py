@@ -151,12 +151,15 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        for name, value in data.items() if isinstance(data, dict) else ():
-            try:
-                json.dumps([name, value], ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                half = error.object[error.start]
-                raise ValueError(f"{name}: {half!r} is half a surrogate pair, and no character") from None
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            fields = data.items() if isinstance(data, dict) else ()
+            name = next(
+                (name for name, value in fields if half in json.dumps([name, value], ensure_ascii=False)), "body"
+            )
+            raise ValueError(f"{name}: {half!r} is half a surrogate pair, and no character") from None
         data = _without_nulls(data)
         biases = data.get("logit_bias") if isinstance(data, dict) else None
         if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
