@@ -155,7 +155,7 @@ class Generation(SamplingParams):
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            fields = data.items() if isinstance(data, dict) else ()
+            each = data.items() if isinstance(data, dict) else ()
             name = next(
                 (name for name, value in fields if half in json.dumps([name, value], ensure_ascii=False)), "body"
             )
