@@ -151,17 +151,17 @@ class Generation(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            each = data.items() if isinstance(data, dict) else ()
-            name = next(
-                (name for name, value in fields if half in json.dumps([name, value], ensure_ascii=False)), "body"
-            )
+            texts = {name: json.dumps([name, value], ensure_ascii=False) for name, value in data.items()}
+            name = next(name for name, text in texts.items() if half in text)
             raise ValueError(f"{name}: {half!r} is half a surrogate pair, and no character") from None
         data = _without_nulls(data)
-        biases = data.get("logit_bias") if isinstance(data, dict) else None
+        biases = data.get("logit_bias")
         if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
             raise ValueError(f"logit_bias: {len(biases)} tokens, at most {MAX_BIASED_TOKENS} are taken")
         return data
