@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_serve.backend import Chunk, Prompt, RequestOutput, template_variables
+from dflash_serve.chat_template import encode_text, render_messages
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import uses_drafter
@@ -30,7 +31,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .answer import Answer, AnswerFailedError, Item, StepFailedError, encode_text, render_messages
+from .answer import Answer, AnswerFailedError, Item, StepFailedError
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
 from .sampler import StepResult

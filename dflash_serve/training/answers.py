@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from dflash_serve.backend import Conversation, Engine, Stream
+from dflash_serve.chat_template import encode_text, render_messages
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -54,15 +55,9 @@ class AnswerServer:
         """Token ids of a conversation, by the target's chat template.
 
         Raises:
-            UserError: the template refuses it.
+            UserError: the template refuses it, or does not read one of its variables.
         """
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, return_dict=True, **prompt.variables
-            )
-        except Exception as error:  # templates raise exceptions of any class
-            raise UserError(f"the target's chat template refuses a prompt ({error})", where="data.prompts") from None
-        return list(encoded["input_ids"])
+        return encode_text(self.tokenizer, render_messages(self.tokenizer, prompt, prompt.variables), special=False)
 
     def ask(self, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
         """Completions as they end; one that repeats itself is cut when it has ended."""

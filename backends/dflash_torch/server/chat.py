@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_serve.backend import FinishReason
+from dflash_serve.chat_template import render_messages, template_of
 from dflash_serve.errors import UserError
 
-from ..answer import could_begin, render_messages, template_of
+from ..answer import could_begin
 from ..grammar import WHITESPACE, checked_schema
 from .api import ChatRequest, Function, json_object
 

@@ -19,10 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_serve.backend import Chunk
+from dflash_serve.chat_template import encode_text
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
-from ..answer import Answer, encode_text
+from ..answer import Answer
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
 from .api import ApiError, ChatRequest, CompletionRequest, Form

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dflash_serve.backend import Conversation
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.errors import UserError
@@ -156,6 +157,12 @@ def test_a_server_without_token_ids_is_refused(tiny_target_folder: Path, monkeyp
         answering.endpoint._ways["/v1/completions"] = {}
         with pytest.raises(UserError, match="returns no token ids"):
             list(ask(answering, iter([Request(0, (5, 6), SamplingParams(max_tokens=4))]), 1))
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_refused(tiny_target_folder: Path) -> None:
+    answering = AnswerServer("http://127.0.0.1:1", load_tokenizer(str(tiny_target_folder)), 1)
+    with pytest.raises(UserError, match="does not read 'reasoning_efort'"):
+        answering.tokenize(Conversation([{"role": "user", "content": "x"}], {"reasoning_efort": "low"}))
 
 
 def test_the_config_of_a_tiny_gpt_oss_is_as_nasty_as_the_published_one(tmp_path: Path) -> None:
