@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
 from dflash_serve.common.documents import read_json
-from dflash_serve.deployment import PER_NODE, Deployment, Parallel
+from dflash_serve.deployment import Deployment, Parallel
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.planning.prediction import (
@@ -44,7 +44,7 @@ from dflash_serve.server_adapter import KV_BYTES
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
 USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
-"""Of the drafters of targets with a latent cache (Kimi): there are no K/V heads to follow."""
+"""Sizes that are assumed where the target has a latent cache (Kimi), and so no K/V heads of its own."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class PlanQuestion:
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 do = "leave it out: a plan has TP, EP and copies alone"
                 raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
-        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, PER_NODE)]
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, self.on.gpu.per_node)]
         tensors = [size for size in sizes if not list(self._split_problems(size))]
         if "tensor" in parallel.model_fields_set:
             for what in self._split_problems(parallel.tensor):
                 possible = " or ".join(map(str, tensors))
-                more = "; more GPUs (--count) allow more" if self.count < PER_NODE else ""
+                more = "; more GPUs (--count) allow more" if self.count < self.on.gpu.per_node else ""
                 raise UserError(what, where="--tensor", do=f"use {possible or 'another'}{more}")
             tensors = [parallel.tensor]
         asked = {parallel.expert} if "expert" in parallel.model_fields_set else None

@@ -229,6 +229,7 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
         (("--gpu", "B20"), "nothing is known of a GPU 'b20'; did you mean b200"),
         (("--gpu", "b200", "--tensor", "3"), r"TP 3 does not divide 1 GPU; use 1; more GPUs \(--count\) allow more$"),
         (("--gpu", "b200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4 or 8$"),
+        (("--gpu", "gb200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4$"),
         (("--gpu", "b200", "--tensor", "3", "--count", "3"), "32 attention heads cannot be split over 3 devices"),
         (
             ("--gpu", "b200", "--isl", "100000", "--osl", "100000"),
