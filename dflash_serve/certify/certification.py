@@ -44,9 +44,8 @@ IN_FLIGHT = 16  # Requests in flight while answers are verified
 VERIFY_SHARE = 0.4  # Largest share of a pair's time for its verification
 FEWEST_PROMPTS = 8  # Fewest prompts of a verification, even if they take longer than its share
 CAPTURED = re.compile(r"(?i)captur.*graph|graph.*captur")
-LONGEST_LINE = (
-    300  # Characters; SGLang logs all of its arguments in one line of thousands, some of them with these words
-)
+LONGEST_LINE = 300
+"""Characters of a log line about CUDA graphs; SGLang's line of all its arguments is longer and has the same words."""
 SAMPLES = (1024, 512, 256, 128, FEWEST)
 SAMPLED_COST = 120
 """Tokens of time for one sample of every case, prompts included: see `verify.questions.SAMPLED`."""

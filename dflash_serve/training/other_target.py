@@ -31,9 +31,10 @@ PROBED = 16  # Tokens of the pass that shows whether features, norm and head are
 TOLERANCE = 0.02  # Of the largest logit: bfloat16 in another order of sums
 
 
-def is_other(folder: Path) -> bool:
-    """The target in `folder` is of a family that the embedded engine does not run."""
-    return load_object(folder / "config.json", kind="target").get("model_type") not in ARCHITECTURES
+def other_family(folder: Path) -> str | None:
+    """The model_type of the target in `folder` if the embedded engine does not run it, else None."""
+    found = load_object(folder / "config.json", kind="target").get("model_type")
+    return None if found in ARCHITECTURES else str(found)
 
 
 def read_sizes(folder: Path) -> TransformerConfig:
@@ -42,7 +43,7 @@ def read_sizes(folder: Path) -> TransformerConfig:
     Raises:
         UserError: a size is absent, a RoPE that drafters do not have, or quantised weights other than MXFP4.
     """
-    if not is_other(folder):
+    if other_family(folder) is None:
         return read_target_config(folder)
     path = folder / "config.json"
     raw = load_object(path, kind="target")

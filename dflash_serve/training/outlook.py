@@ -26,7 +26,7 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.blocks import Flex
 from dflash_serve.training.data import written_prompts
-from dflash_serve.training.other_target import OtherTarget, empty_other_target, is_other, read_sizes
+from dflash_serve.training.other_target import OtherTarget, empty_other_target, other_family, read_sizes
 from dflash_serve.training.parallel import Processes
 from dflash_serve.training.recipe import FilePrompts, Recipe
 from dflash_serve.training.run import check_recipe
@@ -34,7 +34,7 @@ from dflash_serve.training.shards import Example
 from dflash_serve.training.trainer import Trainer
 
 GB = 1e9
-SUSTAINED = 0.4 * 2.25e15  # operations/s: the share of a B200's dense bf16 peak that a well-fed training reaches
+SUSTAINED = 0.4 * 2.25e15  # operations/s: 40 % of a B200's dense bf16 peak, which is assumed and not measured
 CONFIGURATION = ["config.json", "generation_config.json"]
 
 
@@ -175,7 +175,7 @@ def step_memory(
 
 def empty_target(folder: Path) -> TargetModel | OtherTarget:
     """The target on the current device, in bfloat16, without weights."""
-    if is_other(folder):
+    if other_family(folder) is not None:
         return empty_other_target(folder)
     target = TargetModel(read_target_config(folder)).to(torch.bfloat16)
     target.rotary.to(torch.get_default_device())

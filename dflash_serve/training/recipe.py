@@ -108,7 +108,8 @@ class DrafterSection(Frozen):
 
     num_layers: PositiveInt = 3
     intermediate_size: PositiveInt | None = Field(default=None, exclude_if=operator.not_)
-    """Of its MLPs; None = the one in the target's config.json, which of a mixture of experts is that of one expert."""
+    """Hidden units of each MLP; None = the target's `intermediate_size`. Give it for a mixture of experts, whose
+    config.json has the size of one expert there."""
     block_size: Annotated[int, Field(ge=2)] = 8
     mask_token_id: Annotated[int, Field(ge=0)]
     target_layer_ids: tuple[int, ...] | None = None

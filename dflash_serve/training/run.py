@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, TransformerConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.files import file_entries, load_object
+from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
@@ -32,7 +32,7 @@ from dflash_serve.models.drafter_heads import ConfidenceHead, GroupedConvolution
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training.data import answer_engine, make_data
-from dflash_serve.training.other_target import OtherTarget, is_other, load_other_target, read_sizes
+from dflash_serve.training.other_target import OtherTarget, load_other_target, other_family, read_sizes
 from dflash_serve.training.parallel import ALONE, Processes, joined_processes
 from dflash_serve.training.recipe import DrafterSection, Recipe, TargetSection
 from dflash_serve.training.shards import MANIFEST, DataManifest, load_answers, totals
@@ -122,7 +122,7 @@ def run(
 
 def _target(model: TargetSection, folder: Path, device: torch.device) -> TargetModel | OtherTarget:
     # Never fp16: features reach 25,000, too near its end.
-    if is_other(folder):
+    if other_family(folder) is not None:
         return load_other_target(folder, device)
     return load_target(model.model, dtype=torch.bfloat16, device=device, revision=model.revision)
 
@@ -204,22 +204,20 @@ def check_recipe(recipe: Recipe, folder: Path) -> DrafterConfig:
     Raises:
         UserError: the recipe does not fit the target, or the drafter to go on from is described otherwise or not there.
     """
-    section = recipe.drafter
-    wanted = drafter_config(section, read_sizes(folder))
+    section, target = recipe.drafter, read_sizes(folder)
+    wanted = drafter_config(section, target)
+    family = other_family(folder)
+    if family is not None and recipe.data.answers.server is None:
+        what = f"the embedded engine does not run model_type {family!r}, so it cannot answer"
+        do = "start it on vLLM or SGLang, and give that server's URL as data.answers.server"
+        raise UserError(what, where=str(folder / "config.json"), do=do)
     if section.init not in FRESH:
         _refuse_other(wanted, read_config(section.init)[0], section.init)
-    elif section.init == "target" and section.intermediate_size not in (None, read_sizes(folder).intermediate_size):
-        what = "the target's layers have another intermediate size, so they cannot be its first weights"
+    elif section.init == "target" and (family or wanted.intermediate_size != target.intermediate_size):
+        what = f"layers of model_type {family!r} are no drafter's first weights"
+        if family is None:
+            what = "the target's layers have another intermediate size, so they cannot be its first weights"
         raise UserError(what, where="drafter.init", do="set it to random, or to a drafter to go on from")
-    if is_other(folder):
-        where = str(folder / "config.json")
-        other = f"model_type {load_object(Path(where), kind='target').get('model_type')!r}"
-        if recipe.data.answers.server is None:
-            do = "start it on vLLM or SGLang, and give that server's URL as data.answers.server"
-            raise UserError(f"the embedded engine does not run {other}, so it cannot answer", where=where, do=do)
-        if section.init == "target":
-            what = f"layers of {other} are no drafter's first weights"
-            raise UserError(what, where="drafter.init", do="set it to random, or to a drafter to go on from")
     return wanted
 
 

@@ -83,11 +83,12 @@ class EngineSubject:
         again = {} if top_logprobs is None else {"logprobs": top_logprobs}
         params = [question.params.model_copy(update=again) for question in questions]
         answered: list[list[Chunk]] = [[] for _ in questions]
-        with closing(self._stream(questions, params)) as stream:
+        prompts, opened = self._stream(questions, params)
+        with closing(opened) as stream:
             for chunk in stream:
                 answered[chunk.index].append(chunk)
                 if chunk.finish_reason is not None:
-                    yield chunk.index, self._reply(questions[chunk.index], answered[chunk.index])
+                    yield chunk.index, self._reply(prompts[chunk.index], answered[chunk.index])
             self.statistics += total(output.statistics for output in stream.outputs())
 
     def acceptance(self) -> AcceptanceStatistics:
@@ -99,22 +100,25 @@ class EngineSubject:
     def wrong_penalties(self) -> str | None:
         return None
 
-    def _stream(self, questions: Sequence[Question], params: Sequence[SamplingParams]) -> Stream:
+    def _stream(
+        self, questions: Sequence[Question], params: Sequence[SamplingParams]
+    ) -> tuple[list[list[int]], Stream]:
+        """The prompts' token ids, and the answers to them."""
         try:
-            return self.engine.stream([question.prompt for question in questions], params)
+            prompts = [self.engine.tokenize(question.prompt) for question in questions]
+            return prompts, self.engine.stream(prompts, params)
         except UserError as error:
             raise RefusedError(error.what, where=error.where, do=error.do, status=400) from None
 
-    def _reply(self, question: Question, chunks: Sequence[Chunk]) -> Reply:
+    def _reply(self, prompt: Sequence[int], chunks: Sequence[Chunk]) -> Reply:
         scored = tuple(
             ScoredToken(self._name(one.token_id), one.logprob, tuple((self._name(t), value) for t, value in one.top))
             for chunk in chunks
             for one in chunk.logprobs or ()
         )
         text, token_ids = "".join(chunk.text for chunk in chunks), (t for chunk in chunks for t in chunk.token_ids)
-        prompt_ids = tuple(self.engine.tokenize(question.prompt))
         ended = chunks[-1].finish_reason
-        return Reply(text, tuple(token_ids), scored or None, finish_reason=ended, prompt_ids=prompt_ids)
+        return Reply(text, tuple(token_ids), scored or None, finish_reason=ended, prompt_ids=tuple(prompt))
 
     def _name(self, token_id: int) -> str:
         # as the vocabulary spells it: no two tokens look alike
