@@ -27,7 +27,7 @@ SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 LONG_ROOM = 64  # Characters of a long answer's prompt, and tokens of the context that are left for it
 LOAD_STEP = 5  # Characters by which the prompts under load grow: about one token
 BIASED_TOKENS = 4  # Tokens that are possible under `logit_bias`
-STRIDE = 64  # Tokens of a piece of `CONTINUED`
+STRIDE = 64  # Tokens of a piece of a continued answer
 LONG_PROMPTS, FEW_PROMPTS = 2, 8  # Prompts of the long answers, and of each case of `FIELDS`
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -69,8 +69,11 @@ GREEDY = (
 )
 LOAD = Case("short answers under load", SamplingParams(temperature=0), 4)
 LONG = Case("long answers", SamplingParams(temperature=0, ignore_eos=True))
-CONTINUED = Case("long answers, continued", SamplingParams(temperature=0, ignore_eos=True, logprobs=5))
-"""Pieces of the long answers with speculation behind a near-tie: the plain side continues what comes before each."""
+CONTINUED = {
+    case.name: Case(f"{case.name}, continued", SamplingParams(temperature=0, ignore_eos=True, logprobs=5))
+    for case in (GREEDY[0], LONG)
+}
+"""Pieces of a case's answers with speculation behind a near-tie: the plain side continues what comes before each."""
 STREAMED = Case(
     "streamed", SamplingParams(temperature=0), 32, {"stream": True, "stream_options": {"include_usage": True}}
 )

@@ -41,6 +41,7 @@ from dflash_serve.verify.questions import (
     BIASED,
     CONTINUED,
     FEWEST,
+    GREEDY,
     LOAD,
     LOGPROBS,
     LONG,
@@ -84,7 +85,8 @@ class FaultKind(StrEnum):
 EXACT_FAULTS = {
     LOAD.name: FaultKind.LOAD,
     LONG.name: FaultKind.LONG,
-    CONTINUED.name: FaultKind.LONG,
+    CONTINUED[LONG.name].name: FaultKind.LONG,
+    CONTINUED[GREEDY[0].name].name: FaultKind.STALE_STATE,
     STREAMED.name: FaultKind.TEXT,
     LOGPROBS.name: FaultKind.LOGPROBS,
     MIN_TOKENS.name: FaultKind.FIELD,
@@ -95,6 +97,9 @@ RULE_FAULTS = {
     "log-probabilities": FaultKind.LOGPROBS,
 }
 """Faults of rules; those of all others are of a field of the request."""
+NAMELESS = {case.name for case in CONTINUED.values()}  # Cases in which the names of tokens may be unknown
+MAY_BE_SHORT = {LONG.name, *PENALISED}
+"""Cases that near-ties may cut short, which limits what was tested: an engine may refuse them, too."""
 
 
 class Findings(Frozen):
@@ -178,21 +183,34 @@ def conclude(
         seeded=seeded,
         exact=exact,
         rules=rules,
-        scope=(*scope, *_untested(exact, rules)),
+        scope=(*scope, *_untested(greedy, exact, rules)),
         accepted=acceptance.accepted,
         acceptance_length=acceptance.acceptance_length,
     )
 
 
-def _untested(exact: tuple[TokenComparison, ...], rules: tuple[RuleCheck, ...]) -> Iterator[str]:
+def _cut_short(
+    greedy: tuple[TokenComparison, ...], exact: tuple[TokenComparison, ...]
+) -> Iterator[tuple[TokenComparison, str]]:
+    # cases whose near-ties left less than half of their tokens to compare, with the figures
+    behind = {name: one.compared for one in exact for name, case in CONTINUED.items() if one.case == case.name}
+    for one in (*greedy, *exact):
+        compared = one.compared + behind.get(one.case, 0)
+        if one.of_kind("near-tie") and compared < one.tokens / 2 and one.case not in NAMELESS:
+            yield one, f"{compared} of {one.tokens} tokens"
+
+
+def _untested(
+    greedy: tuple[TokenComparison, ...], exact: tuple[TokenComparison, ...], rules: tuple[RuleCheck, ...]
+) -> Iterator[str]:
     yield from (f"{one.rule} (not kept without speculation)" for one in rules if not one.honoured)
     # Most engines promise no seed at every width: `same_seeds` makes it a fault.
     yield from (
         f"{SEED} (kept without speculation only)" for one in rules if one.rule == SEED and one.honoured and one.broken
     )
-    long = next((one for one in exact if one.case == LONG.name), None)
-    if long and long.compared < long.tokens / 2 and CONTINUED.name not in {one.case for one in exact}:
-        yield f"{LONG.name} beyond {long.compared // long.prompts} tokens"
+    for case, compared in _cut_short(greedy, exact):
+        if case.case in MAY_BE_SHORT:
+            yield f"{case.case} beyond {compared}"
 
 
 def _faults(
@@ -255,10 +273,11 @@ def _unproven(
         if (unstable := one.of_kind("unstable")) > TOLERATED * one.prompts:
             yield f"{one.case}: the plain side does not repeat its own answer to {unstable} prompts"
         # The names of tokens are not known in a continued answer: a gap that may be below the noise counts as one.
-        if (unscored := one.of_kind("unscored")) > TOLERATED * one.prompts and one.case != CONTINUED.name:
+        if (unscored := one.of_kind("unscored")) > TOLERATED * one.prompts and one.case not in NAMELESS:
             yield f"{one.case}: {unscored} differences, and the engine does not report how close the tokens were"
-        if one.case != LONG.name and one.of_kind("near-tie") and one.compared < one.tokens / 2:
-            yield f"{one.case}: near-ties left {one.compared} of {one.tokens} tokens to compare"
+    for case, compared in _cut_short(greedy, exact):
+        if case.case not in MAY_BE_SHORT:
+            yield f"{case.case}: near-ties left {compared} to compare"
     if greedy and not any(one.tokens for one in greedy):
         yield "no greedy answer has any token"
     optional = {case.name for case in OPTIONAL}

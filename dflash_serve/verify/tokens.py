@@ -30,6 +30,8 @@ from dflash_serve.verify.questions import Case
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # What many engines write for a token that is no whole character
 TOP = 5  # Tokens whose log-probabilities are asked for; a near-tie is between the best ones
 
+NOT_PENALISED = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
 Piece = str | int
 Pieces = Sequence[Piece]
 Kind = Literal["near-tie", "fault", "unstable", "unscored"]
@@ -197,6 +199,11 @@ def _gap(known: dict[str, float], own: str, theirs: str | None) -> tuple[float |
 def _name(piece: Piece | None, agreed: Pieces, *answers: ScoredAnswer | None) -> str | None:
     # the engine's spelling of a piece, by the first answer that has it
     return next((answer.token for answer in answers if answer is not None and answer.says(piece, agreed)), None)
+
+
+def penalties_as_bias(agreed: Pieces, params: SamplingParams) -> dict[int, float]:
+    """The `logit_bias` that does what the presence and frequency penalties of the agreed tokens do to the next one."""
+    return {piece: -_penalty(agreed, piece, params) for piece in agreed if isinstance(piece, int)}
 
 
 def _penalty(agreed: Pieces, piece: Piece | None, params: SamplingParams) -> float:

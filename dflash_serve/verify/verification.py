@@ -44,7 +44,16 @@ from dflash_serve.verify.questions import (
 from dflash_serve.verify.report import Findings, conclude
 from dflash_serve.verify.rules import SEED, Answer, Asked, RuleCheck, check_rules
 from dflash_serve.verify.subjects import Subject, SubjectPair
-from dflash_serve.verify.tokens import TOP, AnswerPair, Piece, ScoredAnswer, TokenComparison, compare_tokens
+from dflash_serve.verify.tokens import (
+    NOT_PENALISED,
+    TOP,
+    AnswerPair,
+    Piece,
+    ScoredAnswer,
+    TokenComparison,
+    compare_tokens,
+    penalties_as_bias,
+)
 
 UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers: the unit of their pieces, and counts
 CHAT_STREAMS = "chat streams ids"  # Name in the store; false: streamed questions are completions of token ids
@@ -99,7 +108,8 @@ class Verification:
         if any(self._parted()):
             with self.pair.plain() as plain:
                 self._ask_again(plain, WITHOUT)
-                self._continue(plain)
+                for case in (GREEDY[0], LONG):
+                    self._continue(plain, case)
         optional = [case.name for case in OPTIONAL if case in self.plan.cases]
         unit = str(self.store.get(UNIT, "nothing"))
         return conclude(
@@ -282,13 +292,15 @@ class Verification:
         """The question for the token at a position."""
         prompt, params, _ = self._questions(WITHOUT, case)[index]
         answer, before = self._answers(WITHOUT, case)[index], None
-        ids = answer.prompt_ids if answer.prompt_ids is not None else _token_ids(prompt)
-        if ids is not None and not params.penalised:  # penalties count the tokens of the answer alone
-            before = answer.pieces[:position]
-            prompt = [*ids, *(piece for piece in before if isinstance(piece, int))]
+        ids, agreed = _prompt_ids(prompt, answer), _token_ids(answer.pieces[:position])
+        changes = dict[str, object]()
+        if ids is not None and agreed is not None:
+            before, prompt = answer.pieces[:position], [*ids, *agreed]
+            if params.penalised:  # penalties count the tokens of the answer alone, and here these are in the prompt
+                changes = {"logit_bias": penalties_as_bias(agreed, params), **NOT_PENALISED}
         tokens = position + 1 - len(before or ())
         least = min(tokens, max(0, params.min_tokens - len(before or ())))
-        changes = {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
+        changes |= {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
         return Question(prompt, params.model_copy(update=changes)), before
 
     def _spell(
@@ -310,27 +322,29 @@ class Verification:
                     names[n][which] = reply.logprobs[0].text
         yield from names.items()
 
-    def _continue(self, plain: Subject) -> None:
-        """Asks the plain side to go on from each place of the long answers behind their first difference."""
-        pairs = [] if LONG.name in self.refused or LONG not in self.plan.cases else self._pairs(LONG)
-        wanted = [
-            ([*prompt, *pair.other[:start]], pair.other[start : start + STRIDE])
-            for pair, (prompt, _, _) in zip(pairs, self._questions(WITH, LONG) if pairs else (), strict=True)
-            if pair.position is not None and not isinstance(prompt, str)
-            for start in range(pair.position + 1, len(pair.other), STRIDE)
-        ]
-        missing = [index for index in range(len(wanted)) if _key(WITHOUT, CONTINUED, index) not in self.store]
+    def _continue(self, plain: Subject, case: Case) -> None:
+        """Asks the plain side to go on from each place of a case's answers behind their first difference."""
+        if case.name in self.refused or case not in self.plan.cases:
+            return
+        continued, wanted = CONTINUED[case.name], list[tuple[list[int], list[int]]]()
+        each = zip(self._questions(WITHOUT, case), self._answers(WITHOUT, case), self._pairs(case), strict=True)
+        for (prompt, _, _), answer, pair in each:
+            ids, tokens = _prompt_ids(prompt, answer), _token_ids(pair.other)
+            if pair.position is not None and ids is not None and tokens is not None:
+                starts = range(pair.position + 1, len(tokens), STRIDE)
+                wanted += [([*ids, *tokens[:start]], tokens[start : start + STRIDE]) for start in starts]
+        missing = [index for index in range(len(wanted)) if _key(WITHOUT, continued, index) not in self.store]
         asked = [
-            Question(wanted[n][0], CONTINUED.params.model_copy(update={"max_tokens": len(wanted[n][1])}))
+            Question(wanted[n][0], continued.params.model_copy(update={"max_tokens": len(wanted[n][1])}))
             for n in missing
         ]
         replies = dict(plain.answers(asked)) if asked else {}
-        pieces = {n: AnswerPair(list(reply.pieces), wanted[missing[n]][1]) for n, reply in replies.items()}
+        pieces = {n: AnswerPair(list(reply.pieces), list(wanted[missing[n]][1])) for n, reply in replies.items()}
         parted = {n: at for n, pair in pieces.items() if (at := pair.position) is not None}
-        one = CONTINUED.params.model_copy(update={"max_tokens": 1, "ignore_eos": True})
+        one = continued.params.model_copy(update={"max_tokens": 1})
         places = {
             n: (
-                Question([*wanted[missing[n]][0], *pieces[n].plain[:at]], one),
+                Question([*wanted[missing[n]][0], *wanted[missing[n]][1][:at]], one),
                 AnswerPair(pieces[n].plain[at:], pieces[n].other[at:]),
             )
             for n, at in parted.items()
@@ -339,15 +353,16 @@ class Verification:
         for n, pair in pieces.items():
             score = ScoredAnswer.of(replies[n], parted[n]) if n in parted else None
             kept = None if score is None else vars(replace(score, spelt=names[n]))
-            self.store.put(_key(WITHOUT, CONTINUED, missing[n]), [pair.plain, pair.other, kept])
+            self.store.put(_key(WITHOUT, continued, missing[n]), [pair.plain, pair.other, kept])
 
     def _exact(self) -> Iterator[TokenComparison]:
         """Further greedy cases that were not refused, and the pieces of `_continue`."""
         yield from (self._tokens(case) for case in self.plan.exact_cases if case.name not in self.refused)
-        kept = list(takewhile(bool, (self.store.get(_key(WITHOUT, CONTINUED, index)) for index in count())))
-        if kept:
-            pairs = [AnswerPair(plain, other, scored and ScoredAnswer(**scored)) for plain, other, scored in kept]
-            yield compare_tokens(CONTINUED, pairs, self.plan.noise)
+        for case in CONTINUED.values():
+            kept = list(takewhile(bool, (self.store.get(_key(WITHOUT, case, index)) for index in count())))
+            if kept:
+                pairs = [AnswerPair(plain, other, scored and ScoredAnswer(**scored)) for plain, other, scored in kept]
+                yield compare_tokens(case, pairs, self.plan.noise)
 
     def _tokens(self, case: Case) -> TokenComparison:
         """A case's answers, compared token for token.
@@ -377,7 +392,11 @@ def _again(side: str, case: Case, index: int) -> str:
     return f"{_key(side, case, index)}/again"
 
 
-def _token_ids(prompt: Prompt) -> list[int] | None:
-    if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
-        return None
-    return [token for token in prompt if isinstance(token, int)]
+def _prompt_ids(prompt: Prompt, answer: Answer) -> list[int] | None:
+    # None: the prompt is a text or a chat, and the server does not tell its tokens
+    return _token_ids(prompt) if answer.prompt_ids is None else list(answer.prompt_ids)
+
+
+def _token_ids(pieces: Prompt | Sequence[Piece]) -> list[int] | None:
+    tokens = [] if isinstance(pieces, str) else [piece for piece in pieces if isinstance(piece, int)]
+    return tokens if len(tokens) == len(pieces) else None

@@ -9,13 +9,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.store import Store
+from dflash_serve.models import layers
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import total
-from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.questions import CONTINUED, VerifyPlan
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair
 from dflash_serve.verify.verification import Verification
 from dflash_torch.engine import EmbeddedEngine
@@ -86,13 +88,33 @@ def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
     assert [output.token_ids for output in alone] == [output.token_ids for output in together[:3]]
 
 
-def test_in_bfloat16_answers_part_at_near_ties_alone() -> None:
+def test_in_bfloat16_answers_part_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rounding that depends on the number of rows, as GPUs and a CPU's matrix units have it."""
+    monkeypatch.setattr(layers, "compiled_linear", lambda linear: None)
+    monkeypatch.setattr(layers, "PackedLinear", RoundedByRows)
     engine = LLM("smollm2", "smollm2", width=8, dtype="bfloat16", max_model_len=1024, max_batch_size=8).engine
     assert isinstance(engine, EmbeddedEngine)
     prompts, plain = word_problems(4) + human_eval(4), engine.plain()
     pair = SubjectPair(lambda: nullcontext(EngineSubject(engine)), lambda: nullcontext(EngineSubject(plain)))
     plan = VerifyPlan(prompts=8, prompts_sha256="", max_tokens=48, samples=0, long_tokens=0, dtype="bfloat16")
     found = Verification(plan, prompts, pair, Store(None, {})).run()
-    assert (found.verdict, found.faults) == ("lossless", {})
-    assert all(one.compared > one.tokens / 2 for one in found.greedy)
+    assert (found.verdict, found.faults, found.reasons) == ("lossless", {}, ())
+    assert {one.kind for case in (*found.greedy, *found.exact) for one in case.differences} == {"near-tie"}
+    greedy, behind = found.greedy[0], next(one for one in found.exact if one.case == CONTINUED["greedy"].name)
+    assert behind.compared > 0
+    assert greedy.compared + behind.compared > greedy.tokens / 2
     assert (found.acceptance_length or 0) > 1.5
+
+
+class RoundedByRows(nn.Linear):
+    """Rounds twice if it has several rows, at a place that depends on their number."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        assert linear.bias is None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        middle = 64 * (1 + rows % 5) if rows > 1 else 0
+        return x[..., :middle] @ self.weight[:, :middle].T + x[..., middle:] @ self.weight[:, middle:].T

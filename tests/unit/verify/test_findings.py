@@ -75,9 +75,16 @@ TOP_K = next(case.name for case in SAMPLED if case.params.top_k)
         ([tokens(LOAD.name, "fault")], [], [], ["wrong under load"], ()),
         ([tokens(LOAD.name, "unstable", prompts=100)], [], [], [], ()),  # one in a hundred may be rounding
         ([tokens(STREAMED.name, "fault")], [], [], ["text"], ()),
-        ([tokens(LONG.name, "near-tie", compared=16)], [], [], [], ("long answers beyond 2 tokens",)),
-        ([tokens(LONG.name, "near-tie", compared=16), tokens(CONTINUED.name, "unscored")], [], [], [], ()),
-        ([tokens(LONG.name, "near-tie"), tokens(CONTINUED.name, "fault")], [], [], ["wrong in long answers"], ()),
+        ([tokens(LONG.name, "near-tie", compared=16)], [], [], [], ("long answers beyond 16 of 100 tokens",)),
+        ([tokens(LONG.name, "near-tie", compared=16), tokens(CONTINUED[LONG.name].name, "unscored")], [], [], [], ()),
+        (
+            [tokens(LONG.name, "near-tie"), tokens(CONTINUED[LONG.name].name, "fault")],
+            [],
+            [],
+            ["wrong in long answers"],
+            (),
+        ),
+        ([tokens(CONTINUED[PLAIN].name, "fault")], [], [], ["stale state"], ()),
         ([], [BROKEN], [], ["request field"], ()),
         ([], [BROKEN.model_copy(update={"honoured": False})], [], [], ("stop (not kept without speculation)",)),
         ([], [BROKEN.model_copy(update={"rule": "usage"})], [], ["text"], ()),
@@ -109,6 +116,14 @@ def test_fields_text_and_load_have_their_own_faults(
 )
 def test_the_headline_names_a_case_and_an_example(comparisons: list[Any], rules: list[RuleCheck], place: str) -> None:
     assert found(*comparisons, rules=tuple(rules)).headline == f"not lossless: {place}"
+
+
+def test_answers_that_near_ties_cut_short_are_told_or_compared_behind_them() -> None:
+    cut_short = {case: tokens(case, "near-tie", compared=16) for case in (PLAIN, WITH_PENALTIES)}
+    assert found(cut_short[PLAIN]).verdict == "could not tell"
+    assert found(cut_short[PLAIN], exact=(tokens(CONTINUED[PLAIN].name, compared=60),)).verdict == "lossless"
+    penalised = found(cut_short[WITH_PENALTIES])
+    assert (penalised.verdict, penalised.scope) == ("lossless", (f"{WITH_PENALTIES} beyond 16 of 100 tokens",))
 
 
 def test_what_is_refused_with_penalties_leaves_the_verdict_to_the_other_cases() -> None:

@@ -72,6 +72,6 @@ def test_answers_are_scored_that_no_reply_tells_the_prompt_of() -> None:
     messages = [[{"role": "user", "content": str(number)}] for number in range(6)]
     found = Verification(plan, messages, pair, Store(None, {})).run()
     differences = {one.case: one.differences for one in found.exact}
-    for case in (STREAMED, LONG, CONTINUED):
+    for case in (STREAMED, LONG, CONTINUED[LONG.name]):
         assert differences[case.name]
         assert {(one.kind, one.gap) for one in differences[case.name]} == {("near-tie", GAP)}
