@@ -87,7 +87,9 @@ def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Pro
         yield Problem(what, "limits.max_model_len", f"use {most} or less")
 
 
-def device_problems(deployment: Deployment, model_devices: int, weight_bytes: int) -> Iterator[Problem]:
+def device_problems(
+    deployment: Deployment, model_devices: int, weight_bytes: int, *, several_nodes: bool = True
+) -> Iterator[Problem]:
     """Another number of GPUs than the deployment has, or more on a node than a node has.
 
     A model that fits one GPU is advised to be copied, not split.
@@ -95,6 +97,7 @@ def device_problems(deployment: Deployment, model_devices: int, weight_bytes: in
     Args:
         model_devices: GPUs of one copy of the model.
         weight_bytes: of the target, on all its devices together.
+        several_nodes: the backend has servers of several nodes.
     """
     parallel, count = deployment.parallel, deployment.hardware.count
     gpu = GPUS.get(deployment.hardware.gpu or "none")
@@ -102,9 +105,11 @@ def device_problems(deployment: Deployment, model_devices: int, weight_bytes: in
     if count > most * parallel.nodes:
         named, nodes = f"node of {gpu.name}" if gpu else "node", -(-count // most)
         what = f"{count} GPUs (hardware.count) on {parallel.nodes} node{'s' * (parallel.nodes > 1)}"
-        do = f"set it to {nodes} or more"
-        do = "use fewer copies in this server, and more servers" if parallel.data > 1 else do
-        where = "parallel.data" if parallel.data > 1 else "parallel.nodes"
+        where, do = "parallel.nodes", f"set it to {nodes} or more"
+        if parallel.data > 1:
+            where, do = "parallel.data", "use fewer copies in this server, and more servers"
+        elif not several_nodes:
+            where, do = "hardware.count", "use fewer, or --backend sglang"
         yield Problem(f"{what}, but a {named} has at most {most}", where, do)
     used = model_devices * parallel.data
     if used == count:

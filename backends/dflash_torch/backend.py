@@ -28,6 +28,7 @@ from .launch import (
     choices,
     choose_waiting,
     memory_problems,
+    readable,
     server_environment,
     sizes,
     waiting_here,
@@ -89,7 +90,10 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         choose_waiting()
         from .engine import start_engine
 
-        return start_engine(with_batch_size(deployment))
+        try:
+            return start_engine(with_batch_size(deployment))
+        except (MemoryError, RuntimeError) as error:
+            raise readable(error) from None
 
     def reference(
         self,

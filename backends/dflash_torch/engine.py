@@ -20,7 +20,7 @@ import torch
 from dflash_serve.backend import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.chat_template import encode_text, render_messages
 from dflash_serve.checkpoint.source import drafter_folder
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, given_cost
 from dflash_serve.deployment_checks import uses_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
@@ -349,7 +349,7 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     if isinstance(width, int):
         return FixedWidth(width)
     assert deployment.drafter is not None
-    cost = cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
+    cost = given_cost() or cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
     # A padded pass takes as long for every request as its widest block does.
     shared = sizes(1, speculator.block_size) if speculator.drafter_runner.static else None

@@ -17,10 +17,10 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import GIB, Deployment
+from dflash_serve.deployment import COST_TABLE, GIB, Deployment, given_cost
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, UserError
 
 from .facts import SETTINGS_PREFIX
 from .server.settings import ServerSettings
@@ -31,6 +31,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 MOST_REQUESTS, MOST_ON_GPU = 32, 128
 # Share of the free memory that K/V of an open number of requests may take; activations and other processes need some.
 USED_SHARE = 0.8
+LESS_MEMORY = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
 
 
 def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
@@ -40,8 +41,16 @@ def memory_problems(deployment: Deployment, target: TargetLayout, drafter: Draft
     if free is None or needed <= free:
         return []
     what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
-    do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
-    return [Problem(what, "limits", do)]
+    return [Problem(what, "limits", LESS_MEMORY)]
+
+
+def readable(error: BaseException) -> BaseException:
+    """A UserError for a lack of memory, or the error itself."""
+    text = str(error)
+    if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
+        what = f"it does not fit into memory ({text.splitlines()[0] if text else 'out of memory'})"
+        return UserError(what, do=LESS_MEMORY)
+    return error
 
 
 def needed_bytes(
@@ -193,7 +202,8 @@ def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
     if drafter is not None and deployment.speculation.block_size is None:
         yield Choice("speculation.block_size", f"{drafter.block_size}", "the drafter's own")
     if drafter is not None and deployment.speculation.width == "auto":
-        yield Choice("speculation.width", "auto", "by costs that are measured when the engine starts")
+        costs = "costs that are measured when the engine starts" if given_cost() is None else COST_TABLE
+        yield Choice("speculation.width", "auto", f"by {costs}")
     if deployment.hardware.gpu is None:
         yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
     if deployment.hardware.dtype == "auto":

@@ -139,7 +139,8 @@ def _devices(plan: VLLMPlan) -> Iterator[Problem]:
         do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
         yield Problem(what, "parallel.data", do)
     else:
-        yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
+        devices, size = parallel.tensor * parallel.pipeline, plan.target.weight_bytes
+        yield from device_problems(plan.deployment, devices, size, several_nodes=False)
     if parallel.nodes > 1:
         yield Problem("several nodes are not covered by this backend", "parallel.nodes", "use --backend sglang")
     if parallel.context > 1:

@@ -68,6 +68,9 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
     """
     name, path = str(folder_or_id), Path(folder_or_id)
     if path.is_dir():
+        if revision not in (None, path.resolve().name):  # the hub's cache names a snapshot's folder by its commit
+            do = "leave the revision out, or give a hub id"
+            raise UserError(f"a folder has no revision {revision}", where=name, do=do)
         return path
     if path.exists():
         raise UserError("not a folder", where=name, do="give the folder that holds config.json and model.safetensors")

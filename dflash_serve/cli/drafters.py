@@ -22,7 +22,7 @@ from dflash_serve.backend import Backend, backend, installed
 from dflash_serve.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
-from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, target_source
+from dflash_serve.checkpoint.source import PROVENANCE, target_source
 from dflash_serve.checkpoint.target import TargetShape, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES, Quantization
 from dflash_serve.checkpoint.writer import write_drafter
@@ -108,7 +108,7 @@ def inspect(
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
     need("torch", "safetensors", "torch")
-    checkpoint = _opened(drafter, revision)
+    checkpoint = open_checkpoint(drafter, revision)
     # Reading gigabytes of weights takes a while, so a terminal says it.
     with Console(stderr=True, quiet=quiet or as_json).status(f"reading the weights of {drafter}"):
         problems = checkpoint.problems + weight_problems(checkpoint)
@@ -154,7 +154,7 @@ def convert(
     from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
     from dflash_serve.models.loader import head_weight
 
-    checkpoint = _opened(source, revision)
+    checkpoint = open_checkpoint(source, revision)
     tensors, config = load_tensors(checkpoint), checkpoint.config
     assert config is not None
     assert checkpoint.dialect is not None
@@ -242,12 +242,6 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _opened(drafter: str, revision: str | None) -> Checkpoint:
-    if revision is not None and Path(drafter_source(drafter)).is_dir():
-        raise UserError(f"{drafter} is a folder, which has no revisions", where="--revision", do="leave it out")
-    return open_checkpoint(drafter, revision)
 
 
 def _shape(target: str) -> TargetShape:

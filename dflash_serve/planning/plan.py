@@ -134,8 +134,10 @@ class Plan:
 
     @property
     def copies_in_one_server(self) -> int:
-        """Copies of the model in one server. All other copies are replicas of that server."""
-        return self.copies if backend(self.question.backend).facts.data_parallel else 1
+        """Copies of the model in one server, which stays within a node. All other copies are in servers like it."""
+        several = backend(self.question.backend).facts.data_parallel
+        room = self.question.on.gpu.per_node // self.chosen.split.tensor if several else 1
+        return max(copies for copies in range(1, room + 1) if self.copies % copies == 0)
 
     @property
     def basis(self) -> str:
@@ -481,13 +483,11 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         COSTS: costs.model_dump_json(indent=1) + "\n",
     }
     if plan.deployment is not None:
-        told = plan.verdict()
-        if plan.copies > plan.copies_in_one_server:
-            copies, batch = plan.copies, plan.deployment.limits.max_batch_size or 0
+        told, servers = plan.verdict(), plan.copies // plan.copies_in_one_server
+        if servers > 1:
             told.append(
-                f"This is one of {copies} servers alike, each with at most {batch} requests at once. "
-                f"For `dflash-serve deploy` to make all of them, set parallel.data to {copies}, "
-                f"hardware.count to {plan.question.count} and limits.max_batch_size to {batch * copies}."
+                f"This is one of {servers} servers alike, each with at most {plan.deployment.limits.max_batch_size} "
+                f"requests at once. Set `replicas: {servers}` in the values that `dflash-serve deploy` writes."
             )
         elif plan.copies > 1:
             told.append("limits.max_batch_size is the number of requests at once on all copies together.")

@@ -119,7 +119,7 @@ class PlanQuestion:
             UserError: the one that was asked for does not.
         """
         parallel, layout = self.deployment.parallel, self.pair.layout
-        for name in ("pipeline", "context", "attention_data"):
+        for name in ("pipeline", "context", "attention_data", "nodes"):
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 do = "leave it out: a plan has TP, EP and copies alone"
                 raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
@@ -142,7 +142,8 @@ class PlanQuestion:
             what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
             raise UserError(what, where="--expert", do="leave it out, or use 1 or as many as TP")
         if not found:
-            what = f"no split of {layout.shape.name} over {self.count} GPUs is possible"
+            why = next((what for size in sizes for what in self._split_problems(size)), "none fits a node")
+            what = f"no split of {layout.shape.name} over {self.count} GPUs is possible ({why})"
             raise UserError(what, where="--count", do="give another number of GPUs")
         return found
 
@@ -153,6 +154,9 @@ class PlanQuestion:
     def _split_problems(self, tensor: int) -> Iterator[str]:
         if self.count % tensor:
             yield f"TP {tensor} does not divide {self.count} GPU{'s' * (self.count > 1)}"
+        parallel, copies = self.deployment.parallel, self.count // tensor
+        if "data" in parallel.model_fields_set and copies != parallel.data:
+            yield f"TP {tensor} makes {copies} copies on {self.count} GPUs, and parallel.data is {parallel.data}"
         for problem in head_problems(self.pair.layout, self.pair.drafter, tensor):
             yield f"TP {tensor}: {problem.what} ({problem.where})"
 

@@ -15,7 +15,6 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.utils import get_available_gpu_memory
 
@@ -49,35 +49,32 @@ REPETITIONS, MOST_REPETITIONS = 3, 9  # repetitions of every step, and of steps 
 LEAST = 1e-6  # least cost of a draft, in seconds
 
 RunStep = Callable[[Any, int], object]  # runs a step of a batch at a width
+NOT_SWAPPED = (
+    *("draft_attn_backend", "cuda_graph_runner"),
+    *("draft_extend_attn_backend", "cuda_graph_runner_for_draft_extend"),
+)
+"""What a `SpecRuntimeState` has of the drafter, which drafts whole blocks at every width."""
 Job = tuple[int, int, int]  # requests, width, context of each request
 
 
-@dataclass(frozen=True)
-class WidthState:
-    """The target's attention and graphs for blocks of one width."""
-
-    width: int
-    attention: Any
-    graphs: Any  # None: no graphs, kernels are launched one by one
-
-
 @contextmanager
-def verifying(runner: Any, state: WidthState | None) -> Iterator[None]:
+def verifying(runner: Any, state: SpecRuntimeState | None) -> Iterator[None]:
     """Lets the target verify with `state`; None: SGLang's own, for whole blocks."""
     saved = runner.attn_backend, runner.decode_cuda_graph_runner
     if state is not None:
-        runner.attn_backend, runner.decode_cuda_graph_runner = state.attention, state.graphs
+        runner.attn_backend = state.target_attn_backend
+        runner.decode_cuda_graph_runner = state.target_graph_runner
     try:
         yield
     finally:
         runner.attn_backend, runner.decode_cuda_graph_runner = saved
 
 
-def build_states(worker: Any, widths: Iterable[int], ranks: Ranks) -> dict[int, WidthState]:
+def build_states(worker: Any, widths: Iterable[int], ranks: Ranks) -> dict[int, SpecRuntimeState]:
     """Makes states for widths while there is memory, the most useful first. Call it after SGLang has captured its
     graphs. A width whose attention or graphs cannot be made on one rank is left out on all.
     """
-    states: dict[int, WidthState] = {}
+    states: dict[int, SpecRuntimeState] = {}
     needed, reserve = FIRST_GB, _reserve_gb(worker)
     # 1 first, because `auto` may not be slower than no speculation; then 4; then narrow to wide.
     for width in sorted(widths, key=lambda width: (width != 1, width != 4, width)):
@@ -112,19 +109,20 @@ def _reserve_gb(worker: Any) -> float:
     return float(max(LEAST_FREE_GB, prefills, rehearsal))
 
 
-def _build(worker: Any, width: int, ranks: Ranks) -> WidthState:
+def _build(worker: Any, width: int, ranks: Ranks) -> SpecRuntimeState:
     """Attention first, on all ranks; graphs (whose capture waits for all ranks) only where all have got so far."""
     runner, graphs = worker.model_runner, None
     # The same condition as in SGLang's own DFlash worker.
     on_platform = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+    widths = {"speculative_num_steps": 1, "speculative_num_draft_tokens": width}
     with get_spec().override(speculative_num_draft_tokens=width):
         attention = ranks.together(f"width {width}", lambda: _attention(runner))
         if on_platform and get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED:
             capture = runner._decode_cuda_graph_runner_cls()
-            widths = {"speculative_num_steps": 1, "speculative_num_draft_tokens": width}
             graphs = ranks.together(f"width {width}", lambda: capture(runner, attn_backend=attention, **widths))
             logger.info("dflash-serve: captured CUDA graphs for width %d", width)
-    return WidthState(width, attention, graphs)
+    drafter = dict.fromkeys(NOT_SWAPPED)
+    return SpecRuntimeState(**widths, target_attn_backend=attention, target_graph_runner=graphs, **drafter)
 
 
 def _attention(runner: Any) -> Any:

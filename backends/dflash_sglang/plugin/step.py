@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import apply_dflash_verify_logits_adjustments
 from sglang.srt.speculative.dflash_worker_v2 import _is_all_greedy, _resolve_dflash_embedding_module
@@ -27,14 +28,14 @@ from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCap
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, draft_tp_context
 
 from .penalties import Penalties
-from .startup import WidthState, verifying
+from .startup import verifying
 
 
 def run_step(
     worker: Any,
     batch: Any,
     width: int,
-    state: WidthState | None,
+    state: SpecRuntimeState | None,
     *,
     penalties: Penalties | None = None,
     on_publish: Any = None,

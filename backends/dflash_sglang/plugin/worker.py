@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from dflash_serve.checkpoint.source import local_folder
@@ -25,7 +26,7 @@ from dflash_sglang.launch_plan import asked_width, narrow_widths
 from .penalties import Penalties
 from .ranks import RankError, Ranks
 from .results import RESULTS, BatchWidths
-from .startup import WidthState, build_states, measure, timed
+from .startup import build_states, measure, timed
 from .step import run_step
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.counts_penalties = False  # True if penalised requests are answered; read by `refusals.guarded`
         self.widths: BatchWidths | None = None  # None: only whole blocks are verified
-        self.states: dict[int, WidthState] = {}  # attention and graphs by width, for widths below B
+        self.states: dict[int, SpecRuntimeState] = {}  # attention and graphs by width, for widths below B
 
     def init_cuda_graphs(self) -> None:
         """The last step of start-up: everything is allocated, and costs can be measured."""

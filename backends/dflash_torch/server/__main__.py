@@ -23,7 +23,7 @@ from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 
 from ..facts import SETTINGS_PREFIX
-from ..launch import choose_waiting, with_operators
+from ..launch import choose_waiting, readable, with_operators
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -114,21 +114,13 @@ def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:  # ends the
     if isinstance(fatal, UserError):
         raise fatal
     if fatal is not None:
-        raise _readable(fatal)
+        raise readable(fatal)
     if not worker.stop():
         log.warning("a step is still running; leaving it behind")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
     return server.exit_code
-
-
-def _readable(error: BaseException) -> BaseException:  # a lack of memory becomes a UserError
-    text = str(error)
-    if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
-        do = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
-        return UserError(f"it does not fit into memory ({text.splitlines()[0] if text else 'out of memory'})", do=do)
-    return error
 
 
 if __name__ == "__main__":

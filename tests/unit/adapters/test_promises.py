@@ -83,7 +83,7 @@ def test_a_sound_deployment_has_no_problems_with_and_without_speculation(engine:
         ),
         (
             {"parallel": {"tensor": 8}, "hardware": {"count": 8, "gpu": "gb300"}},
-            "8 GPUs (hardware.count) on 1 node, but a node of gb300 has at most 4; set it to 2 or more",
+            "8 GPUs (hardware.count) on 1 node, but a node of gb300 has at most 4",
         ),
         ({"parallel": {"tensor": 2}}, "hardware.count is 1"),
         ({"parallel": {"expert": 2, "tensor": 2}, "hardware": {"count": 2}}, "no experts"),

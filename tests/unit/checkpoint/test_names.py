@@ -83,6 +83,12 @@ def test_what_the_hub_does_not_have_what_is_gated_and_what_cannot_be_asked_diffe
         drafter_folder("Qwen/Qwen3-8")
 
 
+def test_a_folder_has_no_revision_but_the_commit_that_it_is_named_by(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a folder has no revision main; leave the revision out, or give a hub id"):
+        drafter_folder(tmp_path, "main")
+    assert drafter_folder(tmp_path, tmp_path.name) == tmp_path
+
+
 def test_a_bare_name_is_no_hub_id_and_is_told_the_alias() -> None:
     with pytest.raises(UserError, match=r"smollm: no such folder; did you mean smollm2\?"):
         drafter_folder("smollm")

@@ -237,8 +237,11 @@ def test_a_destination_is_kept_unless_given_up_the_drafters_own_folder_too(
 
 REFUSED = {
     "no folder": ("inspect {tmp}/nothing", "nothing"),
-    "a revision of a folder": ("inspect {drafter} --revision main", "--revision"),
-    "a revision of a folder to convert": ("convert {drafter} {tmp}/b --to zlab --revision main", "--revision"),
+    "a revision of a folder": ("inspect {drafter} --revision main", "a folder has no revision main"),
+    "a revision of a folder to convert": (
+        "convert {drafter} {tmp}/b --to zlab --revision main",
+        "a folder has no revision main",
+    ),
     "another target's drafter": ("convert {drafter} {tmp}/b --to zlab --target {tmp}/deep", "layers"),
     "no weights": ("convert {tmp}/empty {tmp}/b --to zlab", "safetensors"),
     "a place that cannot be written": ("convert {drafter} /proc/x --to speculators", "/proc/x: cannot be written"),

@@ -11,6 +11,8 @@ import pytest
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.last_run import KeptWidth
+from dflash_serve.speculation.costs import CostModel
 from dflash_torch import backend
 from tests.support.tiny import write_quantized_drafter
 
@@ -85,6 +87,22 @@ def test_a_gpu_that_is_not_there_is_refused(folders: tuple[Path, Path], monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="b200"):
         backend.engine(deployment(folders, hardware={"gpu": "b200"}))
+
+
+def test_more_memory_than_there_is_is_one_clear_line(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match=r"does not fit into memory.*lower limits\.max_batch_size"):
+        backend.engine(deployment(folders, limits={"max_batch_size": 10**9}, speculation={"width": "off"}))
+
+
+def test_a_cost_table_that_is_given_is_used(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = CostModel(target={1: 1.0, 64: 64.0}, draft={1: 1.0, 8: 8.0})
+    (tmp_path / "cost.json").write_text(cost.model_dump_json())
+    monkeypatch.setenv(COST_TABLE, str(tmp_path / "cost.json"))
+    monkeypatch.setattr("dflash_torch.engine.cost_of", None)  # measures
+    engine = backend.engine(deployment(folders, limits={"max_batch_size": 2}))
+    assert isinstance(engine.scheduler.policy, KeptWidth)
 
 
 def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(

@@ -144,10 +144,21 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
     text = (tmp_path / "v" / "deployment.yaml").read_text()
     assert yaml.safe_load(text)["limits"] == {"max_batch_size": batch}
     assert f"# This is one of 4 servers alike, each with at most {batch} requests at once." in text
-    assert f"hardware.count to 4 and limits.max_batch_size to {4 * batch}." in text
+    assert "Set `replicas: 4` in the values that `dflash-serve deploy` writes." in text
     told = answer(tmp_path / "t", *words, "--backend", "tensorrt-llm")
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
     assert any("cannot run `width: auto`" in caution for caution in told["cautions"])
+
+
+@pytest.mark.parametrize(("gpu", "count", "copies"), [("b200", 16, 8), ("gb200", 12, 4), ("b200", 12, 6)])
+def test_the_copies_of_one_sglang_server_stay_within_a_node(tmp_path: Path, gpu: str, count: int, copies: int) -> None:
+    told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", gpu, "--count", str(count), "--tensor", "1")
+    assert not any("`serve` would refuse" in caution for caution in told["cautions"])
+    made = load_deployment(tmp_path / "deployment.yaml")
+    assert (made.parallel.data, made.hardware.count) == (copies, copies)
+    text = (tmp_path / "deployment.yaml").read_text()
+    assert f"servers alike, each with at most {made.limits.max_batch_size} requests at once." in text
+    assert f"Set `replicas: {count // copies}` in the values" in text
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
@@ -191,10 +202,20 @@ def test_what_holds_of_several_splits_is_said_once(tmp_path: Path) -> None:
 def test_parallelism_that_no_plan_has_is_refused(tmp_path: Path) -> None:
     given = tmp_path / "given.yaml"
     told = {"target": {"model": PAIR[1]}, "hardware": {"gpu": "b200", "count": 4}}
-    for name, value in {"pipeline": 2, "attention_data": True}.items():
+    for name, value in {"pipeline": 2, "attention_data": True, "nodes": 2}.items():
         given.write_text(yaml.safe_dump({**told, "parallel": {"tensor": 2, name: value}}))
         error = plan(tmp_path / "out", str(given), *LENGTH).exception
         assert str(error).startswith(f"parallel.{name}: this is not planned for; leave it out")
+
+
+def test_copies_that_are_given_leave_the_splits_that_make_them(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    told = {"target": {"model": PAIR[1]}, "hardware": {"gpu": "b200", "count": 8}}
+    given.write_text(yaml.safe_dump({**told, "parallel": {"data": 4}}))
+    assert {point["tensor"] for point in answer(tmp_path / "a", str(given), *LENGTH)["points"]} == {2}
+    given.write_text(yaml.safe_dump({**told, "parallel": {"data": 3}}))
+    error = plan(tmp_path / "b", str(given), *LENGTH).exception
+    assert "TP 1 makes 8 copies on 8 GPUs, and parallel.data is 3" in str(error)
 
 
 def test_the_kind_of_gpu_may_be_written_in_capitals(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def speculative(fields: dict[str, Any], **more: Any) -> Any:
         ({"speculation__draft_window": 64}, "no window for drafters that were trained without one"),
         ({"parallel__context": 2}, "context parallelism"),
         ({"parallel__nodes": 2, "parallel__tensor": 2, "hardware__count": 2}, "several nodes"),
+        ({"parallel__tensor": 16, "hardware__count": 16}, "use fewer, or --backend sglang"),
         ({"parallel__attention_data": True}, "cannot agree on a width, and it drops the schedule"),
         ({"parallel__tensor": 3, "hardware__count": 3}, "16 attention heads cannot be split over 3 devices"),
         ({"parallel__data": 2, "hardware__count": 2}, "`dflash-serve deploy` makes 2 replicas of it"),
