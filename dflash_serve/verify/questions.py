@@ -25,7 +25,7 @@ SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 
 
 LONG_ROOM = 64  # Characters of a long answer's prompt, and tokens of the context that are left for it
-LOAD_STEP = 5  # Characters by which the prompts under load grow: about one token
+LOAD_STEP = 5  # Characters by which prompts under load grow where tokens are unknown: about one token
 BIASED_TOKENS = 4  # Tokens that are possible under `logit_bias`
 STRIDE = 64  # Tokens of a piece of a continued answer
 LONG_PROMPTS, FEW_PROMPTS = 2, 8  # Prompts of the long answers, and of each case of `FIELDS`
@@ -240,8 +240,13 @@ def _beginning(known: Known) -> Prompt:
     return ids or known.text[:LONG_ROOM]
 
 
-def _beginnings(known: Sequence[Known], count: int) -> list[str]:
+def _beginnings(known: Sequence[Known], count: int) -> list[Prompt]:
     # different beginnings of the answers, the shortest ones first: each reuses the prefix of an earlier one
+    tokens = [tuple(piece for piece in one.pieces[:-1] if isinstance(piece, int)) for one in known]
+    if any(tokens):
+        lengths = range(1, max(map(len, tokens)) + 1)
+        different = dict.fromkeys(one[:length] for length in lengths for one in tokens if one)
+        return [list(one) for one in islice(different, count)]
     longest = max((len(one.text) for one in known), default=0)
     texts = (one.text[:length] for length in range(LOAD_STEP, longest + 1, LOAD_STEP) for one in known)
     return list(islice((text for text in dict.fromkeys(texts) if text.strip()), count))

@@ -292,7 +292,7 @@ class Verification:
         """The question for the token at a position."""
         prompt, params, _ = self._questions(WITHOUT, case)[index]
         answer, before = self._answers(WITHOUT, case)[index], None
-        ids, agreed = _prompt_ids(prompt, answer), _token_ids(answer.pieces[:position])
+        ids, agreed = self._prompt_ids(prompt, answer), _token_ids(answer.pieces[:position])
         changes = dict[str, object]()
         if ids is not None and agreed is not None:
             before, prompt = answer.pieces[:position], [*ids, *agreed]
@@ -302,6 +302,16 @@ class Verification:
         least = min(tokens, max(0, params.min_tokens - len(before or ())))
         changes |= {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
         return Question(prompt, params.model_copy(update=changes)), before
+
+    def _prompt_ids(self, prompt: Prompt, answer: Answer) -> list[int] | None:
+        """The tokens of a prompt; None: it is a text or a chat, and the server does not tell them."""
+        if answer.prompt_ids is not None:
+            return list(answer.prompt_ids)
+        case, ids = self.plan.greedy_cases[0], _token_ids(prompt)
+        if ids is not None or case.name in self.refused:
+            return ids
+        known = zip(self._questions(WITHOUT, case), self._answers(WITHOUT, case), strict=True)  # streams tell none
+        return next((list(a.prompt_ids) for q, a in known if q.prompt == prompt and a.prompt_ids is not None), None)
 
     def _spell(
         self, plain: Subject, places: Mapping[int, tuple[Question, AnswerPair]]
@@ -329,7 +339,7 @@ class Verification:
         continued, wanted = CONTINUED[case.name], list[tuple[list[int], list[int]]]()
         each = zip(self._questions(WITHOUT, case), self._answers(WITHOUT, case), self._pairs(case), strict=True)
         for (prompt, _, _), answer, pair in each:
-            ids, tokens = _prompt_ids(prompt, answer), _token_ids(pair.other)
+            ids, tokens = self._prompt_ids(prompt, answer), _token_ids(pair.other)
             if pair.position is not None and ids is not None and tokens is not None:
                 starts = range(pair.position + 1, len(tokens), STRIDE)
                 wanted += [([*ids, *tokens[:start]], tokens[start : start + STRIDE]) for start in starts]
@@ -390,11 +400,6 @@ def _key(side: str, case: Case, index: int | None) -> str:
 
 def _again(side: str, case: Case, index: int) -> str:
     return f"{_key(side, case, index)}/again"
-
-
-def _prompt_ids(prompt: Prompt, answer: Answer) -> list[int] | None:
-    # None: the prompt is a text or a chat, and the server does not tell its tokens
-    return _token_ids(prompt) if answer.prompt_ids is None else list(answer.prompt_ids)
 
 
 def _token_ids(pieces: Prompt | Sequence[Piece]) -> list[int] | None:

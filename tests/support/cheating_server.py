@@ -38,7 +38,7 @@ class CheatingServer:
         """Another cheat, with nothing remembered of the last one."""
         self.cheat, self.counts, self.running = cheat, itertools.count(1), 0
         self.last: Body = {}
-        self.prompts: set[str] = set()
+        self.prompts: set[str | tuple[int, ...]] = set()
 
     def answer(self, path: str, body: Body) -> httpx.Response:
         """The response to a client."""
@@ -183,11 +183,12 @@ def wrong_under_load(server: CheatingServer, body: Body) -> Body:
 
 
 def wrong_after_a_prefix(server: CheatingServer, body: Body) -> Body:
-    """A prompt that begins with an earlier one is read without its first character."""
+    """A prompt that begins with an earlier one is read without its first character or token."""
     prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        reused = any(prompt.startswith(earlier) for earlier in server.prompts if earlier != prompt)
-        server.prompts.add(prompt)
+    if prompt is not None:
+        kept: str | tuple[int, ...] = prompt if isinstance(prompt, str) else tuple(prompt)
+        reused = any(kept[: len(earlier)] == earlier for earlier in server.prompts if earlier != kept)
+        server.prompts.add(kept)
         body = {**body, "prompt": prompt[1:] if reused and len(prompt) > 1 else prompt}
     return server.ask(body)
 
