@@ -136,7 +136,9 @@ class Connection:
             time.sleep(min(4.0, 0.25 * 2**attempt))
         if response.is_success:
             return response
-        what, do = f"HTTP {response.status_code}: {_message(response)}", ""
+        is_page = response.text.lstrip().startswith("<")  # HTML of a web server or a gateway
+        what = f"HTTP {response.status_code}: {response.reason_phrase if is_page else _message(response)}"
+        do = "give the address of an OpenAI-compatible server" if is_page else ""
         if response.status_code in (401, 403):
             do = f"give its key in --api-key-file, or in {API_KEY_ENV}"
         raise RefusedError(what, where=where, do=do, status=response.status_code)

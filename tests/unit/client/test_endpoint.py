@@ -156,6 +156,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
         ((200, {"choices": [{"message": "a"}]}), "OpenAI-compatible"),
         ((200, {"choices": [{"text": "a", "logprobs": [1]}]}), "OpenAI-compatible"),
         ((200, b'{"choices": [{"text": "a", "token_ids": [Infinity]}]}'), "OpenAI-compatible"),
+        ((404, b"<!DOCTYPE HTML>\n<html>"), "HTTP 404: Not Found; give the address of an OpenAI-compatible server"),
         ((400, {"error": {"message": "temperature:\n no"}}), "400: temperature: no"),
     ],
 )
