@@ -11,7 +11,9 @@ from openai import OpenAI
 def main() -> None:
     """One streamed chat completion."""
     base = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-    client = OpenAI(base_url=f"{base}/v1", api_key=os.environ.get("DFLASH_SERVE_API_KEY", "none"))
+    client = OpenAI(
+        base_url=base.rstrip("/").removesuffix("/v1") + "/v1", api_key=os.environ.get("DFLASH_SERVE_API_KEY", "none")
+    )
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,

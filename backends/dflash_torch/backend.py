@@ -17,7 +17,13 @@ from dflash_serve.checkpoint.target_config import quantisation_problems, read_ta
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment, Model
-from dflash_serve.deployment_checks import block_problems, check_pairing, length_problems, measurement_problems
+from dflash_serve.deployment_checks import (
+    block_problems,
+    check_pairing,
+    length_problems,
+    measurement_problems,
+    unused_speculation,
+)
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.speculation.params import SamplingParams
@@ -76,7 +82,7 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         problems = [*_unsupported(deployment), *argument_problems(deployment), *length_problems(deployment, shape)]
         problems += _target_problems(target.model_copy(update={"model": str(source)}))
         if drafter is None:
-            return problems
+            return [*problems, *unused_speculation(deployment)]
         config, checkpoint = read_config(drafter.model, drafter.revision)
         problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
         problems += [*check_pairing(config, shape), *block_problems(deployment, config)]

@@ -179,7 +179,7 @@ class Aiperf:
         log, result = job.folder / "aiperf.log", job.folder / RESULT
         code = run_command(self.argv(job), log, env=self.environment())
         if code != 0 or not result.is_file():
-            raise UserError(f"failed with exit code {code} ({_last_error(log)})", where="aiperf", do=f"see {log}")
+            raise UserError(f"failed with exit code {code} ({_error(log)})", where="aiperf", do=f"see {log}")
         return read_figures(read_json(result), where=str(result))
 
     def argv(self, job: Job) -> list[str]:
@@ -243,7 +243,8 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
     )
 
 
-def _last_error(log: Path) -> str:
+def _error(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if "Error" in line or "ERROR" in line]
+    said = [line for line in lines if "ERROR" in line][:1]  # the cause; what follows from it comes after
+    said = said or [line for line in lines if "Error" in line]
     return " ".join((said or lines or ["it said nothing"])[-1].split())[:300]

@@ -15,13 +15,14 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from dflash_serve.backend import Chunk, Engine, Prompt, RequestOutput, embedded_backend
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.common.extras import need
-from dflash_serve.common.files import write_whole
+from dflash_serve.common.files import require_file, write_whole
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import Deployment
@@ -68,7 +69,7 @@ def generate(
     need("torch", "safetensors", "torch", "transformers")
     if temperature == 0:
         options.refuse_ignored(context, ("top_p", "top_k"), "answers are greedy", "give --temperature, too")
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(stderr=as_json, highlight=False, markup=False, emoji=False)
     try:
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
     except ValidationError as error:
@@ -77,11 +78,13 @@ def generate(
     asked = with_variables(prompt if raw else [{"role": "user", "content": prompt}], variables)
     flags = options.deployment_flags({**context.params, "max_batch_size": 1})
     described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
-    with console.status(f"loading {described.target.model} (the first time it is converted and measured)"):
+    if compare and (described.drafter is None or described.speculation.width in ("off", 1)):
+        raise UserError("it does not speculate", where="--compare", do="name a drafter, and no width of off")
+    with console.status(Text(f"loading {described.target.model} (the first time it is converted and measured)")):
         llm = LLM(described)
 
     def show(text: str) -> None:
-        console.print(text, end="", markup=False, soft_wrap=True)
+        print(text, end="", flush=True)
 
     run = time_run(llm.engine, asked, params, None if as_json else show)
     comparison = None
@@ -95,7 +98,7 @@ def generate(
         for line in () if quiet else _summary(described.speculation.width, run, comparison):
             console.print(line, soft_wrap=True)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
-        console.print("[yellow]The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.")
+        console.print("The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.", style="yellow")
         raise typer.Exit(1)
 
 
@@ -194,7 +197,7 @@ def _summary(setting: int | str, run: TimedRun, comparison: SpeedComparison | No
         same = "identical tokens" if comparison.same_tokens else "DIFFERENT tokens"
         yield (
             f"without speculation {number(comparison.plain_tokens_per_second, 1)} tokens/s, "
-            f"with {number(comparison.tokens_per_second, 1)}: [bold]{number(comparison.ratio, 2)}x[/bold] "
+            f"with {number(comparison.tokens_per_second, 1)}: {number(comparison.ratio, 2)}x "
             f"(medians of {comparison.rounds} interleaved runs), {same}"
         )
 
@@ -247,13 +250,16 @@ def evaluate(
     """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
     variables = template_kwargs(chat_template_kwargs)
-    tasks: dict[str, list[Prompt]] = {
-        name: [with_variables([{"role": "user", "content": text}], variables) for text in texts[:num_prompts]]
-        for name, texts in map(task_prompts, task)
-    }
-    if width == "auto" and controls:
-        raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
+    tasks: dict[str, list[Prompt]] = {}
+    for name, texts in map(task_prompts, task):
+        if name in tasks:
+            raise UserError(f"two tasks are called {name!r}", where="--task", do="give each a name: NAME=FILE.jsonl")
+        tasks[name] = [with_variables([{"role": "user", "content": text}], variables) for text in texts[:num_prompts]]
     described = _with_width(deployment, context.params)
+    if described.speculation.width == "auto" and controls:
+        raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
+    if output is not None:
+        require_file(output)
     engine, chosen = embedded_backend().engine(described), described.speculation.width
     assert described.drafter is not None and chosen != "off"  # noqa: PT018
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
@@ -274,7 +280,7 @@ def evaluate(
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        Console().print(_table(report))
+        Console(markup=False, emoji=False).print(_table(report))
 
 
 def _with_width(path: Path | None, given: Mapping[str, Any]) -> Deployment:

@@ -108,7 +108,7 @@ def doctor(
     if as_json:
         typer.echo(output.read_text(encoding="utf-8"), nl=False)
     else:
-        _show(report, output)
+        _show(report, None if quiet else output)
     raise typer.Exit(report.verdict.exit_code)
 
 
@@ -216,12 +216,12 @@ def _progress(*, quiet: bool) -> Iterator[Progress]:
         yield advance
 
 
-def _show(report: SuspectReport | PairReport, output: Path) -> None:
+def _show(report: SuspectReport | PairReport, output: Path | None) -> None:
     from dflash_serve.doctor.diagnosis import SuspectReport
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     colour = {Verdict.HEALTHY: "green", Verdict.FAULT: "red", Verdict.UNCLEAR: "yellow"}[report.verdict]
-    console.print(f"\n[bold {colour}]{report.verdict}[/]")
+    console.print(f"\n{report.verdict}", style=f"bold {colour}")
     for sentence in report.sentences:
         console.print(f"  {sentence}")
     if isinstance(report, SuspectReport):
@@ -230,7 +230,8 @@ def _show(report: SuspectReport | PairReport, output: Path) -> None:
             console.print(f"cannot be told from healthy by this: {', '.join(report.cannot_be_told_from_healthy)}")
     for note in report.notes:
         console.print(f"note: {note}")
-    console.print(f"report: {output}", soft_wrap=True)
+    if output is not None:
+        console.print(f"report: {output}", soft_wrap=True)
 
 
 def _table(report: SuspectReport) -> Table:

@@ -110,7 +110,7 @@ def inspect(
     need("torch", "safetensors", "torch")
     checkpoint = open_checkpoint(drafter, revision)
     # Reading gigabytes of weights takes a while, so a terminal says it.
-    with Console(stderr=True, quiet=quiet or as_json).status(f"reading the weights of {drafter}"):
+    with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes: list[str] = []
     if target is not None and checkpoint.config is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +69,7 @@ VERBS = (
     deploy,
 )
 for verb in VERBS:
-    app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else None)(verb)
+    app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb)(verb)
 for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())
 
@@ -78,6 +79,8 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this typer b
 
 def run() -> None:
     """Entry point: a mistake, a missing extra, or a refusal of the system is one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal of another encoding than UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         ended = app(prog_name="dflash-serve", standalone_mode=False)
     except USAGE_ERROR as error:

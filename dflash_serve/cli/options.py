@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +44,7 @@ Width = Annotated[str | None, typer.Option(help=WIDTH)]
 Dtype = Annotated[str | None, typer.Option(help="What is computed in: auto, float32 or bfloat16.")]
 MaxBatchSize = Annotated[int | None, typer.Option(help="Requests that run at once.")]
 MaxTokens = Annotated[int, typer.Option(help=MAX_TOKENS, min=1)]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, max=2)]
 ServedModel = Annotated[str | None, typer.Option(help="Name of the served model. [default: the first one listed]")]
 ApiKeyFile = Annotated[
     Path | None,
@@ -65,7 +66,18 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alo
 ENGINE_WORDS = "dflash_serve.engine_words"  # Key of a command's context for the words after `--`
 
 
-class TakesEngineArguments(TyperCommand):
+class Verb(TyperCommand):
+    """A command that refuses infinity, which is above every lower bound."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for one in self.params:
+            value = ctx.params.get(one.name)
+            if isinstance(value, float) and not isfinite(value):
+                raise UserError(f"{value} is no finite number", where=one.opts[0])
+        return super().invoke(ctx)
+
+
+class TakesEngineArguments(Verb):
     """A verb whose words after `--` are the engine's own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

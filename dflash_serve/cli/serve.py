@@ -40,7 +40,6 @@ DryRun = Annotated[
         " With --quiet the command alone.",
     ),
 ]
-DRY_FOLDER = Path(tempfile.gettempdir(), "dflash-serve")
 INDENT = "  "
 DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: all of it as JSON.")]
 ShowFiles = Annotated[bool, typer.Option("--show-files", help="With --dry-run: what would stand in the files, too.")]
@@ -85,9 +84,9 @@ def serve(
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     launch = resolve(backend, name_drafter(load_deployment(deployment, flags), backend, quiet=quiet))
     if dry_run:
-        return show_launch(launch, folder or DRY_FOLDER, host, port, as_json=as_json, quiet=quiet, files=show_files)
+        return show_launch(launch, folder or _dry_folder(), host, port, as_json=as_json, quiet=quiet, files=show_files)
     raise_problems(launch.problems, hint=HINT)
-    require_program(launch.command(DRY_FOLDER, host=host, port=port).argv, backend.name)
+    require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
     folder = prepared(launch, folder)
     if not quiet:
         tell_choices(launch, folder)
@@ -108,6 +107,10 @@ def prepared(launch: Launch, folder: Path | None) -> Path:
         where = str(folder or tempfile.gettempdir())
         raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
     return folder
+
+
+def _dry_folder() -> Path:
+    return Path(tempfile.gettempdir(), "dflash-serve")
 
 
 def tell_choices(launch: Launch, folder: Path) -> None:

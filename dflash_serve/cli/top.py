@@ -38,7 +38,7 @@ def top(
 ) -> None:
     """Watch a server: acceptance length, survival by slot, widths, tokens/s, users and queue. Ctrl-C ends it."""
     need("prove", "httpx", "prometheus_client")
-    console, looks = Console(), _looks(url, read_api_key(api_key_file), interval, once=once)
+    console, looks = Console(markup=False, emoji=False), _looks(url, read_api_key(api_key_file), interval, once=once)
     try:
         if as_json:
             for now in looks:
@@ -72,6 +72,8 @@ def _looks(url: str, key: str | None, interval: float, *, once: bool) -> Iterato
             yield LiveFigures.between(before, now)
             before = now
         except UserError as error:
+            if once:
+                raise
             yield str(error)
         if once:
             break

@@ -163,12 +163,12 @@ def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, given: 
             findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
         write_report(report, output)
-    console = Console(highlight=False, quiet=as_json)
+    console = Console(highlight=False, quiet=as_json, emoji=False)
     show(report, console)
     if as_json:
         typer.echo(output.read_text(encoding="utf-8"), nl=False)
     elif not quiet:
-        console.print(f"report: {output}", soft_wrap=True)
+        console.print(f"report: {output}", soft_wrap=True, markup=False)
     return EXIT_CODES[findings.verdict]
 
 

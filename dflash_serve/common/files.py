@@ -15,9 +15,16 @@ from dflash_serve.errors import UserError
 
 
 def cache_home() -> Path:
-    """The cache folder of dflash-serve; follows XDG_CACHE_HOME."""
+    """The cache folder of dflash-serve; follows XDG_CACHE_HOME.
+
+    Raises:
+        UserError: there is no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dflash-serve"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "dflash-serve"
+    except RuntimeError:  # no HOME, and a user that the system does not know
+        raise UserError("there is no home folder for the cache", do="set HOME or XDG_CACHE_HOME") from None
 
 
 def sha256(path: Path) -> str:
@@ -110,6 +117,17 @@ def require_writable(folder: Path) -> None:
     """
     write_whole(folder / ".writable", "", do="name another --output")
     (folder / ".writable").unlink()
+
+
+def require_file(path: Path) -> None:
+    """Checks that a report can be written, before hours are spent on it; makes its folder.
+
+    Raises:
+        UserError: it is a folder, or nothing can be written there.
+    """
+    if path.is_dir():
+        raise UserError("a folder, no file", where=str(path), do="name a file in it as --output")
+    require_writable(path.parent)
 
 
 def _scratch(path: Path) -> Path:

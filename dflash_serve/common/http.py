@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 API_KEY_ENV = "DFLASH_SERVE_API_KEY"
 BUSY = (429, 503)  # Status codes of a busy server
+LOCAL = ("localhost", "127.0.0.1", "::1")  # Hosts that no proxy of the environment is asked for
 PATIENCE = 8  # Number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)
 RECONNECTS = 2  # Number of retries over a new connection
 
@@ -60,6 +61,8 @@ class Connection:
             raise UserError("not an address of a server", where=self.url, do="give http://host:port")
         if "@" in parts.netloc:
             raise UserError("an address must not carry a password", where=parts.hostname, do="use --api-key-file")
+        if self.api_key is not None:
+            check_key(self.api_key, "the API key")
 
     @property
     def base(self) -> str:
@@ -111,7 +114,8 @@ class Connection:
 
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_connections=self.connections)
-        return httpx.Client(base_url=self.base, headers=headers, timeout=self.timeout, limits=limits)
+        proxied = urlsplit(self.url).hostname not in LOCAL
+        return httpx.Client(base_url=self.base, headers=headers, timeout=self.timeout, limits=limits, trust_env=proxied)
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         import httpx
@@ -132,19 +136,21 @@ class Connection:
             time.sleep(min(4.0, 0.25 * 2**attempt))
         if response.is_success:
             return response
-        what, do = f"HTTP {response.status_code}: {_message(response)}", ""
+        is_page = response.text.lstrip().startswith("<")  # HTML of a web server or a gateway
+        what = f"HTTP {response.status_code}: {response.reason_phrase if is_page else _message(response)}"
+        do = "give the address of an OpenAI-compatible server" if is_page else ""
         if response.status_code in (401, 403):
             do = f"give its key in --api-key-file, or in {API_KEY_ENV}"
         raise RefusedError(what, where=where, do=do, status=response.status_code)
 
 
 def page_status(url: str, *, timeout: float = 30.0) -> int | None:
-    """The HTTP status of a page; None if no server answers."""
+    """The HTTP status of a page of this machine, which no proxy is asked for; None if no server answers."""
     import httpx
 
     certificates = url.startswith("https")  # loading them takes longer than asking
     try:
-        return httpx.get(url, timeout=timeout, verify=certificates).status_code
+        return httpx.get(url, timeout=timeout, verify=certificates, trust_env=False).status_code
     except httpx.HTTPError:
         return None
 
@@ -160,7 +166,19 @@ def read_keys(file: str | Path) -> list[str]:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise UserError("has no key", where=str(file), do="write one key a line, or leave the file out")
+    for key in keys:
+        check_key(key, str(file))
     return keys
+
+
+def check_key(key: str, where: str) -> None:
+    """Refuses an API key that no HTTP header can carry; it is not shown.
+
+    Raises:
+        UserError: it has other characters than visible ASCII and spaces.
+    """
+    if not (key.isascii() and key.isprintable()):
+        raise UserError("a key has a character that is no visible ASCII", where=where, do="choose another key")
 
 
 def read_api_key(file: Path | None) -> str | None:
@@ -169,7 +187,7 @@ def read_api_key(file: Path | None) -> str | None:
     Raises:
         UserError: as `read_keys`.
     """
-    return os.environ.get(API_KEY_ENV) or None if file is None else read_keys(file)[0]
+    return os.environ.get(API_KEY_ENV, "").strip() or None if file is None else read_keys(file)[0]
 
 
 def _unreachable(error: Exception, where: str) -> UserError:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dflash_serve.common.documents import DATA, read_bytes
-from dflash_serve.common.files import mend_folder, whole_folder, write_whole
+from dflash_serve.common.files import mend_folder, require_file, whole_folder, write_whole
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.errors import UserError
 
@@ -145,6 +145,7 @@ def resumable(output: Path, made_by: Mapping[str, Any], what: str, *, resume: bo
     Raises:
         UserError: there are kept results and `resume` is not given, there are none and it is, or `Store` raises it.
     """
+    require_file(output)
     path = output.with_name(output.name + ".partial.jsonl")
     if resume and not path.exists():
         raise UserError("nothing to go on with", where=str(path), do="leave out --resume")
@@ -160,7 +161,9 @@ def resumable(output: Path, made_by: Mapping[str, Any], what: str, *, resume: bo
     except BaseException:
         store.close(remove=not store.values and not store.changed)
         if store.values:
-            again = shlex.join(["dflash-serve", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
+            words = [word for word in sys.argv[1:] if word != "--resume"]
+            end = words.index("--") if "--" in words else len(words)  # behind it stand an engine's own arguments
+            again = shlex.join(["dflash-serve", *words[:end], "--resume", *words[end:]])
             print(f"{len(store.values)} {what} are kept in {path}; go on with: {again}", file=sys.stderr)
         raise
     store.close(remove=True)

@@ -26,9 +26,10 @@ def test_the_python_api_streams_an_answer() -> None:
 
 def test_the_openai_client_streams_from_our_server(tmp_path: Path) -> None:
     with running(tiny_engine(write_tiny_pair(tmp_path))) as server:
-        command = [sys.executable, str(EXAMPLES / "openai_client.py"), server.url]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip()
+        for url in (server.url, f"{server.url}/v1/"):
+            command = [sys.executable, str(EXAMPLES / "openai_client.py"), url]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+            assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("file", sorted((EXAMPLES / "deployments").glob("*.yaml")), ids=lambda path: path.stem)

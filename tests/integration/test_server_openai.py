@@ -414,6 +414,8 @@ DEEP = "[" * 100_000
         ("completions", '{"prompt": "a", "model": ' + DEEP, None, "invalid_json"),
         ("completions", '{"prompt": "a", "seed": ' + "1" * 5000 + "}", None, "invalid_json"),
         ("completions", '{"prompt": "a"', None, "invalid_json"),
+        ("completions", "[]", None, "invalid_json"),
+        ("completions", "", None, "invalid_json"),
     ],
 )  # fmt: skip
 def test_the_field_at_fault_is_named_in_the_words_of_the_request(

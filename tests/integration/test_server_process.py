@@ -25,6 +25,7 @@ from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import resolve
 from dflash_torch.backend import EmbeddedBackend, backend
+from dflash_torch.server import __main__ as server_process
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -150,6 +151,9 @@ def test_a_drain_cuts_no_stream_before_its_deadline(tiny_folders: Folders, secon
 
 REFUSALS = {
     ("--port", "{taken}"): ("Address already in use", "--port"),
+    ("--host", "192.0.2.1"): ("Cannot assign requested address", "--host"),
+    ("--host", "[::1]"): ("as --host",),
+    ("--host", "a" * 70): ("as --host",),
     ("--max-batch-size", "100000000"): ("GiB are free", "limits.max_batch_size"),
     ("--acceptance-metrics", "all"): ("acceptance_metrics",),
     ("--drain-seconds", "-3"): ("drain_seconds",),
@@ -171,6 +175,19 @@ def test_what_cannot_be_served_is_one_line(
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert all(words in line for words in REFUSALS[flags])
+
+
+def test_ctrl_c_before_it_serves_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "deployment.json").write_text('{"target": {"model": "a"}}')
+    monkeypatch.setattr(sys, "argv", ["server", str(tmp_path / "deployment.json")])
+    monkeypatch.setattr(server_process, "serve", interrupted)
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_PORT", "0")
+    with pytest.raises(SystemExit) as ended:
+        server_process.main()
+    assert ended.value.code == 130
 
 
 def full(*_: object, **__: object) -> None:

@@ -1,6 +1,6 @@
 """The server's process, `python -m dflash_torch.server deployment.json`, with settings in the environment.
 
-Exit codes: 0 = drained, 1 = cut short or broken, 2 = a user's mistake.
+Exit codes: 0 = drained, 1 = cut short or broken, 2 = a user's mistake, 130 = interrupted before it served.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from errno import EADDRNOTAVAIL
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import JsonFormatter
 from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment import Deployment
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, first_line
 
 from ..facts import SETTINGS_PREFIX
 from ..launch import choose_waiting, readable, with_operators
@@ -47,6 +48,8 @@ def main() -> None:
     except UserError as error:
         print(f"dflash-serve: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:  # before the server takes signals
+        code = 130
     sys.exit(code)
 
 
@@ -62,10 +65,16 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(2048)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: of a name that is too long
         listener.close()
-        do = "choose another with --port, or stop what has it"
-        raise UserError(f"cannot listen ({error.strerror})", where=f"{host}:{port}", do=do) from None
+        foreign = isinstance(error, socket.gaierror | UnicodeError) or error.errno == EADDRNOTAVAIL
+        do = (
+            "give an address of this machine as --host"
+            if foreign
+            else "choose another with --port, or stop what has it"
+        )
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"cannot listen ({why})", where=f"{host}:{port}", do=do) from None
     listener.setblocking(False)
     return listener
 
@@ -116,7 +125,8 @@ def _exit_code(server: DrainingServer, worker: EngineWorker) -> int:  # ends the
     if fatal is not None:
         raise readable(fatal)
     if not worker.stop():
-        log.warning("a step is still running; leaving it behind")
+        doing = "the engine still loads" if worker.state == "loading" else "a step is still running"
+        log.warning("%s; leaving it behind", doing)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -296,6 +296,8 @@ def _invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param}: not a field that this server knows", param=param, code="unknown_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] in ("missing", "model_attributes_type") and param is None:
+        return ApiError(400, "the body is no JSON object", code="invalid_json")
     if param is None:  # of the whole body: its message begins with the field
         field = message.partition(":")[0]
         return ApiError(400, message, param=field if field in (body or ()) else None, code="invalid_value")

@@ -178,6 +178,7 @@ def test_figures_are_aiperfs_and_a_missing_one_is_unknown() -> None:
     ("program", "why"),
     [
         ("print('ERROR    Tokenizer not found'); raise SystemExit(1)", r"exit code 1 \(ERROR Tokenizer not found\)"),
+        ("print('ERROR  no tokenizer\\nERROR  stopped\\n| Cause: Error')", r"exit code 0 \(ERROR no tokenizer\)"),
         ("pass", r"exit code 0 \(it said nothing\)"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from dflash_serve.backend import Engine
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
+from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import CONTROLS
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
@@ -80,13 +81,17 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
     ("given", "said"),
     [
         (("--width", "auto", "--controls"), "controls need a fixed width"),
+        (("{auto}", "--controls"), "controls need a fixed width"),
+        (("--task", "mine={prompts}"), "two tasks are called 'mine'"),
+        (("--output", "{folder}"), "a folder, no file"),
+        (("--output", "{auto}/report.json"), "cannot be written"),
         (("--width", "off"), "without speculation"),
         (("--width", "1"), "without speculation"),
         (("--width", "wide"), "speculation.width"),
         (("--task", "nonsense"), "nonsense"),
     ],
 )
-def test_a_width_that_measures_nothing_is_one_line(
+def test_what_measures_nothing_or_cannot_be_written_is_one_line(
     given: tuple[str, ...],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,8 +99,11 @@ def test_a_width_that_measures_nothing_is_one_line(
     prompts: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (auto := prompts.with_name("auto.yaml")).write_text("speculation: {width: auto}")
+    monkeypatch.setattr(EmbeddedBackend, "engine", lambda *_: pytest.fail("it is said before anything is loaded"))
     drafter = ("--target", pair[0], "--drafter", pair[1])
-    assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *drafter, *given) == 2
+    words = [word.format(auto=auto, prompts=prompts, folder=prompts.parent) for word in given]
+    assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *drafter, *words) == 2
     assert said in capsys.readouterr().err
 
 

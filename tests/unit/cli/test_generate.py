@@ -12,6 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_serve.backend import Engine, Prompt
+from dflash_serve.cli import answers
+from dflash_serve.cli.answers import TimedRun
+from dflash_serve.speculation.params import SamplingParams
 from tests.support.command_line import call
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
 
@@ -149,3 +153,15 @@ def test_variables_that_no_template_reads_are_one_line(ask: Ask, flags: tuple[st
     code, out, err = ask("fox", "--max-tokens", 4, *flags)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_an_answer_is_printed_as_it_is(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tabs, brackets and the names of emoji, too."""
+    text, really = "if x:\n\ta[b] = ':smile:' [bold]c[/bold]", answers.time_run
+
+    def saying(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[str], None]) -> TimedRun:
+        show(text)
+        return really(engine, prompt, params)
+
+    monkeypatch.setattr(answers, "time_run", saying)
+    assert ask("hi", "--max-tokens", 4, "--quiet")[1] == f"{text}\n\n"

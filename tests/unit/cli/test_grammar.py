@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from inspect import signature
@@ -129,6 +130,12 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
         (("serve", "--wdith", "3"), "No such option: --wdith.*--width.*; see `dflash-serve serve --help`"),
         (("convert", "a", "b"), "Missing option '--to'.*zlab, speculators.*; see `dflash-serve convert --help`"),
         (("frob",), "No such command 'frob'.*; see `dflash-serve --help`"),
+        (("bench", "x.yaml", "--temperature", "-1"), "Invalid value for '--temperature'.*"),
+        (("evaluate", "--task", "a=b", "--temperature", "3"), "Invalid value for '--temperature'.*"),
+        (("top", "http://a", "--interval", "inf"), "--interval: inf is no finite number"),
+        (("certify", "x.yaml", "--minutes", "inf"), "--minutes: inf is no finite number"),
+        (("bench", "x.yaml", "--interactivity", "inf"), "--interactivity: inf is no finite number"),
+        (("inspect", "~nobody-of-this-name/drafter"), "~nobody-of-this-name/drafter: no such folder.*"),
     ],
 )
 def test_a_wrong_word_is_one_line(
@@ -156,6 +163,7 @@ IGNORED = [
     (("serve", "x.yaml", "--backend", "vllm", "--acceptance-metrics", "none"), "--acceptance-metrics", "torch"),
     (("generate", "hello", "--top-p", "0.9"), "--top-p", "give --temperature, too"),
     (("generate", "hello", "--top-k", "9"), "--top-k", "give --temperature, too"),
+    (("generate", "hello", "--width", "off", "--compare"), "--compare", "does not speculate"),
     (("verify", "x.yaml", *SERVERS), "DEPLOYMENT", "running servers have their own"),
     (("verify", *SERVERS, "--backend", "torch"), "--backend", "running servers have their own"),
     (("verify", *SERVERS, "--width", "4"), "--width", "running servers have their own"),
@@ -208,3 +216,22 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
     words = (verb, "--target", str(target), "--drafter", str(drafter), "--backend", "sglang")
     assert say(monkeypatch, capsys, *words).startswith("dflash-serve: sglang: not installed in this environment")
     assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_help_needs_no_folder_for_temporary_files() -> None:
+    """As in a container whose file system is read-only."""
+    no_folder = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']"
+    start = f"{no_folder}; from dflash_serve.cli.main import run; run()"
+    done = subprocess.run([sys.executable, "-c", start, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def home(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(home))
+    assert "set HOME or XDG_CACHE_HOME" in say(monkeypatch, capsys, "generate", "hello")

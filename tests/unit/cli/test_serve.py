@@ -126,6 +126,11 @@ def test_a_dry_run_lets_no_bad_value_through(pair: tuple[str, ...], words: tuple
     assert [word for word in said if word not in result.stdout] == []
 
 
+@pytest.mark.parametrize("flags", [("--width", "3"), ("--block-size", "4")])
+def test_a_width_without_a_drafter_is_refused(pair: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    assert "but there is no drafter; name a drafter, or leave it out" in str(serve(*pair[:2], *flags))
+
+
 def test_words_after_two_dashes_are_the_engines_own(pair: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(f"target: {{model: {pair[1]}}}\nengine_args: {{sglang: {{stream-interval: 2}}}}")

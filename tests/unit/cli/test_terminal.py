@@ -25,6 +25,7 @@ from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
 from tests.support.site import site
 from tests.support.tiny_target import write_tiny_pair
+from tests.unit.client.test_metrics import OURS
 
 COMMAND = [sys.executable, "-c", "from dflash_serve.cli.main import run; run()"]
 LONG = {"model": MODEL, "prompt": [9, 8, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -138,6 +139,26 @@ def test_top_of_no_server_or_of_one_without_metrics_is_one_line() -> None:
     with site(lambda *_: (404, "")) as url:
         assert "shows no metrics of an engine" in str(CliRunner().invoke(app, ["top", url, "--once"]).exception)
     assert "no answer" in str(CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"]).exception)
+
+
+def test_top_once_of_a_server_that_goes_away_is_no_success() -> None:
+    pages = iter([(200, OURS), (500, "")])
+    with site(lambda *_: next(pages)) as url:
+        result = CliRunner().invoke(app, ["top", url, "--once", "--interval", "0.1"])
+    assert "HTTP 500" in str(result.exception)
+
+
+def test_an_address_with_brackets_is_shown_whole() -> None:
+    with site(lambda *_: (200, OURS)) as url:
+        assert f"{url}/[fd00::1]" in CliRunner().invoke(app, ["top", f"{url}/[fd00::1]", "--once"]).output
+
+
+def test_what_an_encoding_lacks_is_written_as_an_escape() -> None:
+    """A terminal in Latin-1 has no τ."""
+    code = "from dflash_serve.cli.main import app, run; app.command('say')(lambda: print('τ ä')); run()"
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code, "say"], env=env, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "\\u03c4 ä\n".encode("latin-1"))
 
 
 PIPED = {

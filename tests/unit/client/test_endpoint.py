@@ -14,7 +14,7 @@ import pytest
 
 from dflash_serve.backend import Conversation
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.http import API_KEY_ENV, RefusedError, read_api_key
+from dflash_serve.common.http import API_KEY_ENV, RefusedError, page_status, read_api_key
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.subjects import ServerSubject
@@ -156,6 +156,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
         ((200, {"choices": [{"message": "a"}]}), "OpenAI-compatible"),
         ((200, {"choices": [{"text": "a", "logprobs": [1]}]}), "OpenAI-compatible"),
         ((200, b'{"choices": [{"text": "a", "token_ids": [Infinity]}]}'), "OpenAI-compatible"),
+        ((404, b"<!DOCTYPE HTML>\n<html>"), "HTTP 404: Not Found; give the address of an OpenAI-compatible server"),
         ((400, {"error": {"message": "temperature:\n no"}}), "400: temperature: no"),
     ],
 )
@@ -197,6 +198,30 @@ def test_the_key_is_sent_and_never_shown(tmp_path: Path, monkeypatch: pytest.Mon
     for path, said in ((file, "has no key"), (tmp_path / "nothing", "cannot be read")):
         with pytest.raises(UserError, match=said):
             read_api_key(path)
+
+
+@pytest.mark.parametrize("key", ["ses\name", "ses\x00ame", "sesäme"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(UserError, match="a key has a character that is no visible ASCII") as refused:
+        Endpoint("http://127.0.0.1:9", "m", key)
+    assert "ame" not in str(refused.value)
+
+
+def test_the_end_of_a_line_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(API_KEY_ENV, "sesame\n")  # as a mounted secret has it
+    assert read_api_key(None) == "sesame"
+    (tmp_path / "keys").write_text("sesame\nsésame\n")
+    with pytest.raises(UserError, match="no visible ASCII"):
+        read_api_key(tmp_path / "keys")
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with server(lambda _: completion(token_ids=[5])) as (url, _):
+        assert Endpoint(url).complete("hello", GREEDY).pieces == (5,)
+        assert page_status(f"{url}/ready") == 200
 
 
 def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,20 @@ def test_a_result_folder_is_whole_or_absent(tmp_path: Path) -> None:
     assert folders.get("step", "a" * 64) == tmp_path / f"step-{'a' * 12}"
     assert folders.get("step", "b" * 64) is None
     assert folders.under_other_keys("step", "b" * 64) == [tmp_path / f"step-{'a' * 12}"]
+
+
+def test_the_advice_to_go_on_stands_before_an_engines_own_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["dflash-serve", "verify", "a b.yaml", "--", "--enable-lora"])
+    interrupted(tmp_path / "report.json", MINE)
+    assert "go on with: dflash-serve verify 'a b.yaml' --resume -- --enable-lora\n" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output, said in ((tmp_path, "a folder, no file"), (Path(), "a folder"), (tmp_path / "file" / "r", "--output")):
+        with pytest.raises(UserError, match=said), resumable(output, MINE, "answers", resume=False):
+            pytest.fail("it began")
+    with resumable(tmp_path / "new" / "r", MINE, "answers", resume=False):
+        assert (tmp_path / "new").is_dir()
