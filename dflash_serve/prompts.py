@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from dflash_serve.backend import Conversation, Prompt, template_variables
+from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.documents import DATA, parse_json, read_text
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
@@ -22,6 +24,7 @@ COLUMNS = ("prompt", "question", "instruction", "problem", "messages", "conversa
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMAN_EVAL = "humaneval"
 STUB = "Complete the following Python function:\n```python\n{}```"
+TEMPLATE_TOKENS = 512  # Most tokens that a chat template adds to a prompt
 TASKS = {
     "gsm8k": ("openai/gsm8k,subset=main,column=question", BOXED),
     "math500": ("HuggingFaceH4/MATH-500,column=problem", BOXED),
@@ -123,6 +126,15 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     parts = [p if isinstance(p, str) else list(p) for p in prompts]
     variables = {index: given for index, p in enumerate(prompts) if (given := template_variables(p))}
     return hashlib.sha256((repr(parts) + (repr(variables) if variables else "")).encode()).hexdigest()
+
+
+def context_needed(target: str, prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Positions that are enough for the prompts and their answers: the target's whole context may fill the memory.
+
+    A prompt has no more tokens than characters, and its template's come on top.
+    """
+    room = max(len(str(prompt)) for prompt in prompts) + TEMPLATE_TOKENS + max_tokens
+    return min(room, read_target_config(target_folder(target)).max_position_embeddings)
 
 
 def _prompt(entry: object, where: str, raw: bool) -> Prompt:

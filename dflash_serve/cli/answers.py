@@ -28,7 +28,7 @@ from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.llm import LLM
-from dflash_serve.prompts import task_prompts, template_kwargs, with_variables
+from dflash_serve.prompts import context_needed, task_prompts, template_kwargs, with_variables
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
 
@@ -260,6 +260,10 @@ def evaluate(
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
     if output is not None:
         require_file(output)
+    if described.limits.max_model_len is None:
+        each = [prompt for prompts in tasks.values() for prompt in prompts]
+        room = context_needed(described.target.model, each, max_tokens)
+        described = described.model_copy(update={"limits": described.limits.model_copy(update={"max_model_len": room})})
     engine, chosen = embedded_backend().engine(described), described.speculation.width
     assert described.drafter is not None and chosen != "off"  # noqa: PT018
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)

@@ -18,8 +18,7 @@ from rich.table import Table
 from dflash_serve.backend import Engine, Prompt, embedded_backend, template_variables
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.source import drafter_folder, target_folder
-from dflash_serve.checkpoint.target_config import read_target_config
+from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.client.endpoint import Endpoint
@@ -31,7 +30,7 @@ from dflash_serve.deployment import load_deployment
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation, interview
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import prompts_digest, read_prompt_set, template_kwargs
+from dflash_serve.prompts import context_needed, prompts_digest, read_prompt_set, template_kwargs
 from dflash_serve.speculation.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -165,16 +164,13 @@ def _examine(
 
 
 def _engine(backend: DiagnosableBackend, pair: ExaminedPair, block_size: int | None, width: int) -> Engine:
-    # No more room than the prompts need: the target's whole context would fill a GPU. A prompt has no more tokens than
-    # characters, and its template's come on top.
-    room = max(len(str(prompt)) for prompt in pair.prompts) + 512 + (pair.params.max_tokens or 0)
-    context = read_target_config(target_folder(pair.target)).max_position_embeddings
+    room = context_needed(pair.target, pair.prompts, pair.params.max_tokens or 0)
     flags = {
         "target": {"model": pair.target},
         "drafter": {"model": pair.drafter},
         "speculation": {"block_size": block_size, "width": width},
         "hardware": {"dtype": pair.dtype},
-        "limits": {"max_batch_size": len(pair.prompts), "max_model_len": min(context, room)},
+        "limits": {"max_batch_size": len(pair.prompts), "max_model_len": room},
     }
     return backend.engine(load_deployment(flags=flags))
 

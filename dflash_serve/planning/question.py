@@ -290,7 +290,9 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
         raise UserError("no report", where=where, do=do) from None
     if not known:
         raise UserError("it tells no survival", where=where, do="measure with a fixed width")
-    conditional = known[-1] / known[-2] if len(known) > 1 and known[-2] else known[-1]
+    if not all(0 <= share <= 1 for share in known):
+        raise UserError("a share of its survival is not from 0 to 1", where=where, do="measure it again")
+    conditional = min(1.0, known[-1] / known[-2]) if len(known) > 1 and known[-2] else known[-1]
     while len(known) < block_size - 1:
         known.append(known[-1] * conditional)
     return _expected(known, f"measured: {measured} of {path.name}")

@@ -321,7 +321,8 @@ def show(report: VerifyReport, console: Console) -> None:
         )
     for rule in found.rules:
         if rule.honoured and rule.broken:
-            console.print(f"{rule.rule}: broken {rule.broken} of {rule.answers} times, first in {rule.example}")
+            told = f"{rule.rule}: broken {rule.broken} of {rule.answers} times, first in {rule.example}"
+            console.print(escape(told), soft_wrap=True)
     if found.acceptance_length is not None:
         console.print(f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}")
     for reason in found.reasons:

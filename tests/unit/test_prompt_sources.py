@@ -21,6 +21,12 @@ ROWS = [
 ]
 
 
+def test_a_context_has_room_for_prompts_and_answers_and_no_more_than_the_target_has() -> None:
+    chat = [{"role": "user", "content": "a" * 100}]
+    assert 100 + 20 < prompts.context_needed("smollm2", ["short", chat], 20) < 1000
+    assert prompts.context_needed("smollm2", ["a" * 9000], 20) == 8192
+
+
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A folder in the form of a repository on the hub, read by the real package."""

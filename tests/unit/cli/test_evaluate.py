@@ -13,7 +13,7 @@ from dflash_serve.backend import Engine
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
 from dflash_torch.backend import EmbeddedBackend
-from dflash_torch.engine import CONTROLS
+from dflash_torch.engine import CONTROLS, EmbeddedEngine
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 
@@ -60,6 +60,7 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
         return SimpleNamespace(ratio=2.0)
 
     monkeypatch.setattr("dflash_serve.cli.answers.compare_with_plain", compare)
+    monkeypatch.setattr("dflash_serve.cli.answers.context_needed", lambda *_: 99)  # not the target's whole context
     asked = ("--target", pair[0], "--drafter", pair[1], "--max-tokens", 12, "--max-batch-size", 2, "--json")
     assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *asked, *given) == 0
     report = json.loads(capsys.readouterr().out)
@@ -71,6 +72,7 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
         return
     texts = [[{"role": "user", "content": text}] for text in ("the fox", "a dog", "over")]
     params = SamplingParams(temperature=0, max_tokens=12)
+    assert [engine.scheduler.capacity for engine in timed if isinstance(engine, EmbeddedEngine)] == [99]
     for engine in (tiny_engine(pair, width=int(stated)), *timed):
         statistics = total(output.statistics for output in answers(engine, texts, params))
         assert (rows["as it is"]["prompts"], rows["as it is"]["steps"]) == (3, statistics.steps)
