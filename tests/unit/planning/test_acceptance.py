@@ -70,7 +70,7 @@ def test_another_file_is_no_report(tmp_path: Path) -> None:
         from_report(path, None, 8)
     for share in ("1.5", "NaN"):
         path.write_text(f'{{"tasks": {{"x": {{"as it is": {{"survival": [0.5, {share}]}}}}}}}}')
-        with pytest.raises(UserError, match="a share of its survival is not from 0 to 1|NaN"):
+        with pytest.raises(UserError, match=r"a share of its survival is not from 0 to 1|NaN"):
             from_report(path, None, 8)
     with pytest.raises(UserError, match="cannot be read"):
         from_report(tmp_path / "none.json", None, 8)
