@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.errors import first_line
 from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.drafter import Drafter
@@ -224,11 +222,12 @@ class Runner:
         return [output.unflatten(0, shape[:2]) for output in outputs]
 
     def _padded(
-        self, table: Tensor, shape: Shape, config: TargetConfig | DrafterConfig
+        self, table: Tensor, shape: Shape, model: TargetModel | Drafter
     ) -> tuple[Tensor, PaddedAttention]:  # positions [N, W] from the table's starts, and the attention over them
         positions = table[:, 1:2] + torch.arange(shape.width, device=table.device)
+        attention, config = model.operators.padded, model.config
         heads = config.num_attention_heads
-        return positions, PaddedAttention(self.cache, table[:, 0], positions, shape.length, config.layers, heads)
+        return positions, attention(self.cache, table[:, 0], positions, shape.length, config.layers, heads)
 
 
 class TargetRunner(Runner):
@@ -301,7 +300,7 @@ class TargetRunner(Runner):
         return TargetOutput(joined[0], joined[1] if features else None)
 
     def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
-        positions, attend = self._padded(table, shape, self.target.config)
+        positions, attend = self._padded(table, shape, self.target)
         output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
         return (output.hidden,) if output.features is None else (output.hidden, output.features)
 
@@ -351,6 +350,6 @@ class DrafterRunner(Runner):
         return hidden
 
     def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-        positions, attend = self._padded(table, shape, drafter.config)
+        positions, attend = self._padded(table, shape, drafter)
         noise = drafter.noise(table[:, 2], self.embedding, self.block_size)
         return (drafter(noise, positions.reshape(-1), attend, block_size=self.block_size),)

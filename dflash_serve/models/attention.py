@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.kv_cache import KVCache, Span, span_entries, span_positions, to_device
@@ -30,6 +30,16 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [rows, heads, head_dim]; k, v [rows, kv_heads, head_dim] of the block's own rows, rotated -> shape of q."""
         ...
+
+
+class ProjectedAttention:
+    """Attention of a layer's projected rows, before q and k are normed and rotated: it does this as it stores K/V."""
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Sequence[nn.RMSNorm] | None
+    ) -> Tensor:
+        """Attention of projected rows [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim]."""
+        raise NotImplementedError
 
 
 def ragged_attention(

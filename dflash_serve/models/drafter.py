@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,12 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.documents import CONFIG, read_bytes
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention import Attend, ragged_attention
+from dflash_serve.models.attention import Attend, ProjectedAttention, ragged_attention
 from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.kv_cache import KVCache, Span, to_device
 from dflash_serve.models.layers import (
     CompiledLinear,
+    PlainOperators,
     RotaryEmbedding,
     as_module_list,
     dense_weight,
@@ -45,9 +46,6 @@ from dflash_serve.models.layers import (
     rotate,
     rounded,
 )
-
-if TYPE_CHECKING:
-    from dflash_serve.models.compiled.operators import CompiledAttention
 
 Head = Callable[[Tensor], Tensor]
 """Hidden rows [rows, H] -> logits [rows, vocabulary], by the target's head or the drafter's own."""
@@ -154,6 +152,7 @@ class Drafter(nn.Module):
         self.layers = as_module_list(kind(config, index) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.operators = PlainOperators()
         shape = torch.empty(config.hidden_size) if config.has_mask_embedding else None
         self.register_parameter("mask_embedding", None if shape is None else nn.Parameter(shape))
         hidden, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocabulary
@@ -231,7 +230,7 @@ class Drafter(nn.Module):
         out: Tensor = self.norm(h)
         return out
 
-    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | CompiledAttention:
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | ProjectedAttention:
         """Attention of blocks over their contexts, for one step."""
         return ragged_attention(cache, spans, self.config.layers, self.config.num_attention_heads)
 

@@ -1,8 +1,8 @@
-"""A drafter laid out for decoding on a CPU: fewer, larger products over packed weights, with `drafter`'s maths.
+"""A drafter laid out for decoding: fewer, larger products over packed weights, with `drafter`'s maths.
 
 A block of 8 rows is so little work that starting a matrix product costs as much as computing it. So q, k, v become one
 product, gate and up another, and the context K/V of all layers a third (SGLang and TensorRT-LLM fuse it on GPUs). The
-operators between a layer's products are compiled if a compiler is found.
+operators between a layer's products are compiled on a CPU if a compiler is found, and Triton's on a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.attention import Attend
-from dflash_serve.models.compiled.operators import (
-    CompiledAttention,
-    CompiledOperators,
-    compiled_operators,
-    step_attention,
-)
+from dflash_serve.models.attention import Attend, ProjectedAttention
+from dflash_serve.models.compiled.operators import CompiledOperators, fast_operators, step_attention
 from dflash_serve.models.drafter import MLP, Attention, Drafter, Layer
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import PlainOperators, pack_linears, rotate, stack_linears
@@ -56,21 +51,22 @@ class FusedMLP(nn.Module):
         return out
 
 
-class CompiledLayer(nn.Module):
-    """A fused `Layer` with compiled norms, SwiGLU and attention; it also accepts an `Attend`."""
+class FastLayer(nn.Module):
+    """A fused `Layer` with faster norms, SwiGLU and attention; it also accepts an `Attend`."""
 
-    def __init__(self, layer: Layer, operators: CompiledOperators) -> None:
+    def __init__(self, layer: Layer, operators: PlainOperators) -> None:
         super().__init__()
         self.index, self.operators, self.self_attn, self.mlp = layer.index, operators, layer.self_attn, layer.mlp
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend | CompiledAttention, rows: int) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend | ProjectedAttention, rows: int) -> Tensor:
         """[rows, H] -> [rows, H], equal to `Layer`'s."""
         attention, mlp, operators = self.self_attn, self.mlp, self.operators
         assert isinstance(attention, FusedAttention)
         assert isinstance(mlp, FusedMLP)
-        h, x = operators.add_norm(h.clone(), None, self.input_layernorm)
-        if isinstance(attend, CompiledAttention):
+        h = h.clone() if isinstance(operators, CompiledOperators) else h  # these change it in place
+        h, x = operators.add_norm(h, None, self.input_layernorm)
+        if isinstance(attend, ProjectedAttention):
             y = attend.rotated(self.index, attention.qkv(x), cos, sin, (attention.q_norm, attention.k_norm))
         else:
             y = attend(self.index, *attention.project(x, cos, sin)).reshape(len(x), -1)
@@ -83,7 +79,7 @@ class FusedDrafter(Drafter):
     """A drafter for inference that takes over another drafter's weights; the other cannot be used any more.
 
     Args:
-        compiled: use our compiled layers and operators if they can be compiled.
+        compiled: use our compiled layers if they can be compiled, and `fast_operators`.
     """
 
     def __init__(self, drafter: Drafter, *, compiled: bool = True) -> None:
@@ -103,14 +99,13 @@ class FusedDrafter(Drafter):
         for layer, attention in zip(self.layers, attentions, strict=True):
             layer.self_attn, layer.mlp = FusedAttention(attention, self.config), FusedMLP(layer.mlp)  # type: ignore[assignment]
         pack_linears(self, compiled=compiled)
-        self.operators = PlainOperators()
         weight = self.norm.weight
-        found = compiled_operators(weight.dtype, weight.device) if compiled else None
+        found = fast_operators(self.config, weight.dtype, weight.device) if compiled else None
         if found is not None and self.config.convolution is None:
             self.operators = found
-            self.layers = nn.ModuleList(CompiledLayer(layer, found) for layer in self.layers)  # type: ignore[assignment]
+            self.layers = nn.ModuleList(FastLayer(layer, found) for layer in self.layers)  # type: ignore[assignment]
 
-    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | CompiledAttention:
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attend | ProjectedAttention:
         config = self.config
         kinds, heads = config.layers, config.num_attention_heads
         return step_attention(self.operators, cache, spans, kinds, heads, config.rms_norm_eps)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import RopeConfig
+from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
@@ -72,7 +73,8 @@ class PlainOperators:
 
     name = "plain"
     flashinfer = False  # attention of ragged passes by FlashInfer
-    kernels = "plain"  # identity of the kernels: `kernels_id` of a compiled library, or "plain"
+    kernels = "plain"  # identity of the kernels: "plain", `kernels_id` of a compiled library, or Triton's version
+    padded: type[PaddedAttention] = PaddedAttention  # attention of padded passes
 
     def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """(h + delta, its norm), all [rows, H]; None adds nothing."""

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.target_config import TargetConfig
-from dflash_serve.models.attention import Attend
-from dflash_serve.models.compiled.operators import CompiledAttention, compiled_operators, step_attention
+from dflash_serve.models.attention import Attend, ProjectedAttention
+from dflash_serve.models.compiled.operators import fast_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
     PlainOperators,
@@ -28,8 +28,7 @@ from dflash_serve.models.layers import (
     rounded,
 )
 
-TargetAttend = Attend | CompiledAttention
-"""`CompiledAttention` takes a layer's projected rows before q and k are normed and rotated."""
+TargetAttend = Attend | ProjectedAttention
 
 
 class TargetOutput(NamedTuple):
@@ -66,7 +65,7 @@ class TargetLayer(nn.Module):
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, attend: TargetAttend) -> Tensor:
         """Projected rows -> attention's output [rows, heads * head_dim]."""
-        if isinstance(attend, CompiledAttention):
+        if isinstance(attend, ProjectedAttention):
             return attend.rotated(self.index, qkv, cos, sin, self.qk_norm)
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
@@ -161,13 +160,13 @@ class TargetModel(nn.Module):
         return KVCache.of(self.config, entries, capacity, self.embedding.dtype, self.device)
 
     def pack(self, *, compiled: bool = True) -> None:
-        """Changes the layout for inference on a CPU; a no-op elsewhere. The model cannot be trained afterwards.
+        """Changes weights' layout and operators for inference. The model cannot be trained afterwards.
 
         Args:
-            compiled: use the compiled operators if they can be compiled.
+            compiled: use faster operators than PyTorch's if they work here (`fast_operators`).
         """
         pack_linears(self, compiled=compiled)
-        found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
+        found = fast_operators(self.config, self.embedding.dtype, self.device) if compiled else None
         self.operators = found or PlainOperators()
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:

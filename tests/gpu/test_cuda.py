@@ -10,10 +10,12 @@ import torch
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.models.attention import FlashInferAttention, RaggedAttention
+from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import SlotForward, lay_out
 from dflash_torch.launch import free_on_gpus
 from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
+from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter
 
@@ -51,6 +53,27 @@ def test_all_graphs_are_captured_ahead(folders: tuple[Path, Path]) -> None:
     assert found == [output.token_ids for output in expected]
     assert set(passes) == ahead
     assert all(work.graph is not None for work in passes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_triton_kernels_give_pytorchs_results(dim: int, dtype: torch.dtype) -> None:
+    from dflash_serve.models.triton_kernels import difference  # imported here: it needs Triton
+
+    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40, "num_key_value_heads": 8}
+    assert difference(tiny_drafter_config(**sizes, head_dim=dim), dtype, torch.device("cuda")) is None
+
+
+def test_triton_kernels_change_no_token(folders: tuple[Path, Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine = tiny_engine(folders, device="cuda")
+    speculator = engine.scheduler.speculator
+    assert speculator is not None
+    engine.scheduler.target.pack()
+    speculator.drafter = FusedDrafter(speculator.drafter)
+    assert [model.operators.name for model in (speculator.target, speculator.drafter)] == ["triton"] * 2
+    found = [output.token_ids for output in answers(engine, PROMPTS, params)]
+    assert found == [output.token_ids for output in answers(tiny_engine(folders, device="cpu"), PROMPTS, params)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

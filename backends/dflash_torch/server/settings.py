@@ -23,8 +23,9 @@ class ServerSettings(BaseSettings):
     api_key_file: Path | None = None  # one key a line; None = open to all
     log_format: Literal["text", "json"] = "text"  # json = one object a line
     acceptance_metrics: AcceptanceMetrics = "none"  # default of the requests' field of this name
-    # A step's small operators: `auto` compiles them on a CPU with a C++ compiler, `plain` is PyTorch's. `flashinfer` is
-    # for a GPU: prompts and long contexts attend by FlashInfer's kernels, which no test of ours has run on one.
+    # A step's small operators: `auto` compiles them, on a CPU with a C++ compiler and on a GPU with Triton; `plain` is
+    # PyTorch's. `flashinfer` is for a GPU: prompts and long contexts attend by FlashInfer's kernels, which no test of
+    # ours has run on one.
     operators: Literal["auto", "plain", "flashinfer"] = "auto"
     drain_seconds: NonNegativeFloat = 30  # for running requests after SIGTERM
     # Time between two comments that keep a stream open while no chunk comes; 0 = no comments.
