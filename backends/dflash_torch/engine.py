@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,13 @@ import torch
 
 from dflash_serve.backend import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.chat_template import encode_text, render_messages
+from dflash_serve.checkpoint.config import TransformerConfig
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.deployment import Deployment, given_cost
 from dflash_serve.deployment_checks import uses_drafter
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, first_line
 from dflash_serve.last_run import KeptWidth, LastRun
-from dflash_serve.models.attention import flashinfer_problem
+from dflash_serve.models.attention import PlainOperators, flashinfer_problem
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
@@ -325,7 +327,8 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     if flashinfer and (problem := flashinfer_problem(device, dtype)):
         raise UserError(problem, where="engine_args.torch.operators", do="leave it out, or install the extra `cuda`")
     target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
-    target.pack(compiled=compiled)
+    kind = target.embedding.dtype, target.device
+    target.pack(compiled=compiled, operators=gpu_operators(target.config, *kind) if compiled else None)
     target.operators.flashinfer = flashinfer
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None
@@ -334,7 +337,8 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
         assert deployment.drafter is not None
         name, revision = deployment.drafter.model, deployment.drafter.revision
         loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
-        drafter = FusedDrafter(loaded, compiled=compiled)
+        made = gpu_operators(loaded.config, *kind) if compiled else None
+        drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
         drafter.operators.flashinfer = flashinfer
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
@@ -342,6 +346,27 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
     scheduler.prepare()
     return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
+
+
+def gpu_operators(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> PlainOperators | None:
+    """Triton's operators for a model on a GPU; None elsewhere, and, with a warning, where they fail or differ."""
+    if device.type != "cuda":
+        return None
+    try:
+        from dflash_serve.models import triton_kernels  # imported here: a CPU has no use for Triton
+
+        problem = triton_kernels.difference(config, dtype, device)
+    except Exception as error:  # Triton is missing, its compiler or a driver fails: PyTorch's operators always run
+        problem = first_line(error)
+    if problem is None:
+        return triton_kernels.TritonOperators()
+    _say(problem)
+    return None
+
+
+@cache
+def _say(problem: str) -> None:  # once for a target and its drafter
+    log.warning("no Triton kernels: PyTorch's own operators are used, which are slower (%s)", problem)
 
 
 def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> WidthPolicy:

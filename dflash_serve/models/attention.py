@@ -309,3 +309,22 @@ def flashinfer_problem(device: str, dtype: torch.dtype) -> str | None:
 def _workspace(device: torch.device, kind: AttentionKind) -> Tensor:
     # One for each kind of layer: it holds a plan until the step is over.
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+class PlainOperators:
+    """Operators between a layer's matrix products, by PyTorch."""
+
+    name = "plain"
+    flashinfer = False  # attention of ragged passes by FlashInfer
+    kernels = "plain"  # identity of the kernels: "plain", `kernels_id` of a compiled library, or Triton's version
+    padded: type[PaddedAttention] = PaddedAttention  # attention of padded passes
+
+    def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+        """(h + delta, its norm), all [rows, H]; None adds nothing."""
+        h = h if delta is None else h + delta
+        return h, norm(h)
+
+    def silu_product(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU of gate and up, side by side: [rows, 2 * inner] -> [rows, inner]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up

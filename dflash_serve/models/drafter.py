@@ -33,12 +33,11 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.common.documents import CONFIG, read_bytes
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
-from dflash_serve.models.attention import Attend, ProjectedAttention, ragged_attention
+from dflash_serve.models.attention import Attend, PlainOperators, ProjectedAttention, ragged_attention
 from dflash_serve.models.drafter_heads import CandidateSelector, ConfidenceHead, GroupedConvolution, MarkovHead
 from dflash_serve.models.kv_cache import KVCache, Span, to_device
 from dflash_serve.models.layers import (
     CompiledLinear,
-    PlainOperators,
     RotaryEmbedding,
     as_module_list,
     dense_weight,

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.models.attention import Attend, ProjectedAttention
-from dflash_serve.models.compiled.operators import CompiledOperators, fast_operators, step_attention
+from dflash_serve.models.attention import Attend, PlainOperators, ProjectedAttention
+from dflash_serve.models.compiled.operators import CompiledOperators, compiled_operators, step_attention
 from dflash_serve.models.drafter import MLP, Attention, Drafter, Layer
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import PlainOperators, pack_linears, rotate, stack_linears
+from dflash_serve.models.layers import pack_linears, rotate, stack_linears
 
 
 class FusedAttention(Attention):
@@ -79,10 +79,11 @@ class FusedDrafter(Drafter):
     """A drafter for inference that takes over another drafter's weights; the other cannot be used any more.
 
     Args:
-        compiled: use our compiled layers if they can be compiled, and `fast_operators`.
+        compiled: use our compiled layers and operators if they can be compiled, on a CPU.
+        operators: instead of these and of PyTorch's.
     """
 
-    def __init__(self, drafter: Drafter, *, compiled: bool = True) -> None:
+    def __init__(self, drafter: Drafter, *, compiled: bool = True, operators: PlainOperators | None = None) -> None:
         with torch.device("meta"):  # every parameter is replaced
             super().__init__(drafter.config)
         self.rotary, self.mask_embedding = drafter.rotary, drafter.mask_embedding
@@ -100,7 +101,7 @@ class FusedDrafter(Drafter):
             layer.self_attn, layer.mlp = FusedAttention(attention, self.config), FusedMLP(layer.mlp)  # type: ignore[assignment]
         pack_linears(self, compiled=compiled)
         weight = self.norm.weight
-        found = fast_operators(self.config, weight.dtype, weight.device) if compiled else None
+        found = operators or (compiled_operators(weight.dtype, weight.device) if compiled else None)
         if found is not None and self.config.convolution is None:
             self.operators = found
             self.layers = nn.ModuleList(FastLayer(layer, found) for layer in self.layers)  # type: ignore[assignment]

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import RopeConfig
-from dflash_serve.models.attention import PaddedAttention
 from dflash_serve.models.compiled.build import kernel, load_kernels
 
 ROWS_HINT = 8
@@ -66,25 +64,6 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [rows, heads, head_dim]: halves (a, b) -> (a cos - b sin, b cos + a sin), Llama's and Qwen's form."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
-
-
-class PlainOperators:
-    """Operators between a layer's matrix products, by PyTorch."""
-
-    name = "plain"
-    flashinfer = False  # attention of ragged passes by FlashInfer
-    kernels = "plain"  # identity of the kernels: "plain", `kernels_id` of a compiled library, or Triton's version
-    padded: type[PaddedAttention] = PaddedAttention  # attention of padded passes
-
-    def add_norm(self, h: Tensor, delta: Tensor | None, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-        """(h + delta, its norm), all [rows, H]; None adds nothing."""
-        h = h if delta is None else h + delta
-        return h, norm(h)
-
-    def silu_product(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU of gate and up, side by side: [rows, 2 * inner] -> [rows, inner]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
 
 class CompiledLinear(nn.Module):

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.target_config import TargetConfig
-from dflash_serve.models.attention import Attend, ProjectedAttention
-from dflash_serve.models.compiled.operators import fast_operators, step_attention
+from dflash_serve.models.attention import Attend, PlainOperators, ProjectedAttention
+from dflash_serve.models.compiled.operators import compiled_operators, step_attention
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.layers import (
-    PlainOperators,
     RotaryEmbedding,
     as_module_list,
     pack_linears,
@@ -159,15 +158,16 @@ class TargetModel(nn.Module):
         """An empty K/V cache for `entries` sequences of up to `capacity` tokens."""
         return KVCache.of(self.config, entries, capacity, self.embedding.dtype, self.device)
 
-    def pack(self, *, compiled: bool = True) -> None:
+    def pack(self, *, compiled: bool = True, operators: PlainOperators | None = None) -> None:
         """Changes weights' layout and operators for inference. The model cannot be trained afterwards.
 
         Args:
-            compiled: use faster operators than PyTorch's if they work here (`fast_operators`).
+            compiled: use the compiled layers and operators if they can be compiled, on a CPU.
+            operators: instead of these and of PyTorch's.
         """
         pack_linears(self, compiled=compiled)
-        found = fast_operators(self.config, self.embedding.dtype, self.device) if compiled else None
-        self.operators = found or PlainOperators()
+        found = compiled_operators(self.embedding.dtype, self.device) if compiled else None
+        self.operators = operators or found or PlainOperators()
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> TargetAttend:
         """Attention of one step: a flat batch of spans over a cache."""

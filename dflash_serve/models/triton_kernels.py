@@ -6,7 +6,7 @@ after the rotation and after SiLU. Only sums have another order, and exponential
 the device, and grids follow from shapes alone, so a CUDA graph can hold every launch.
 
 This module imports `triton`, which CUDA builds of PyTorch bring, so it is imported for a model on a GPU alone
-(`compiled.operators.fast_operators`). On a CPU Triton's interpreter ran the kernels and its compiler took them.
+(`dflash_torch.engine.gpu_operators`). On a CPU Triton's interpreter ran the kernels and its compiler took them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import TransformerConfig
-from dflash_serve.models.attention import PaddedAttention, ProjectedAttention
+from dflash_serve.models.attention import PaddedAttention, PlainOperators, ProjectedAttention
 from dflash_serve.models.kv_cache import KVCache
-from dflash_serve.models.layers import PlainOperators, rotate
+from dflash_serve.models.layers import rotate
 
 PER_WARP = 32 * 8  # a warp's 32 threads load 8 values each: 16 bytes of half precision, the widest load of a thread
 MOST_WARPS = 16  # of one row's program: 4,096 columns at once; longer rows take several loads a thread

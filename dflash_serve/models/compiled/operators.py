@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.config import AttentionKind, TransformerConfig
-from dflash_serve.errors import first_line
-from dflash_serve.models.attention import Attend, ProjectedAttention, ragged_attention
+from dflash_serve.checkpoint.config import AttentionKind
+from dflash_serve.models.attention import Attend, PlainOperators, ProjectedAttention, ragged_attention
 from dflash_serve.models.compiled.build import Kernel, kernel, kernels_id, load_kernels
 from dflash_serve.models.kv_cache import KVCache, Span
-from dflash_serve.models.layers import PlainOperators
 
-log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_THREADS = 2**16  # smallest number of values read or written for which a second thread saves time
 MOST_PAIRS = 2**20
 """Largest rows x keys of a span; longer prefills use PyTorch. At this size the threads' partial results (512 keys each)
 take 32 MB for rows of 4,096 values."""
 MOST_DIM = 1024  # largest head dimension, a limit of the C++ source
-
-
-def fast_operators(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> PlainOperators | None:
-    """Operators that are faster than PyTorch's and give its results: compiled on a CPU, Triton's on a GPU.
-
-    None where there are none. On a GPU one line says why.
-    """
-    if device.type != "cuda":
-        return compiled_operators(dtype, device)
-    try:
-        from dflash_serve.models import triton_kernels  # imported here: a CPU has no use for Triton
-
-        problem = triton_kernels.difference(config, dtype, device)
-    except Exception as error:  # Triton is missing, its compiler or a driver fails: PyTorch's operators always run
-        problem = first_line(error)
-    if problem is None:
-        return triton_kernels.TritonOperators()
-    _say(problem)
-    return None
-
-
-@cache
-def _say(problem: str) -> None:  # once for a target and its drafter
-    log.warning("no Triton kernels: PyTorch's own operators are used, which are slower (%s)", problem)
 
 
 def compiled_operators(dtype: torch.dtype, device: torch.device) -> CompiledOperators | None:

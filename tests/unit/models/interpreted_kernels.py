@@ -30,10 +30,10 @@ from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
 from dflash_serve.checkpoint.target_config import TargetConfig
 from dflash_serve.models import fused, triton_kernels
-from dflash_serve.models.compiled import operators
+from dflash_serve.models.attention import PlainOperators
 from dflash_serve.models.fused import FastLayer, FusedDrafter
 from dflash_serve.models.kv_cache import KVCache
-from dflash_serve.models.layers import PlainOperators, RotaryEmbedding, rotate
+from dflash_serve.models.layers import RotaryEmbedding, rotate
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.models.target import TargetLayer
 from dflash_serve.models.triton_kernels import TritonAttention, TritonOperators, difference
@@ -267,13 +267,14 @@ def test_a_captured_step_gives_the_plain_tokens_and_caches(
     folders = write_tiny_pair(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     monkeypatch.setattr(fused, "pack_linears", lambda *_, **__: None)  # as on a GPU, and so is the next one
-    monkeypatch.setattr(operators, "compiled_operators", lambda *_: TritonOperators())
     tokens, caches = [], []
     for triton in (False, True):
         engine = with_passes(tiny_engine(folders, dtype=dtype, max_batch_size=2), static=True)
         scheduler, speculator = engine.scheduler, engine.scheduler.speculator
         assert speculator is not None
-        speculator.drafter = FusedDrafter(speculator.drafter, compiled=triton)
+        speculator.drafter = FusedDrafter(
+            speculator.drafter, compiled=False, operators=TritonOperators() if triton else None
+        )
         if triton:
             scheduler.target.operators = TritonOperators()
             capture_passes(monkeypatch)

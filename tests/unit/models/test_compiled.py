@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, RopeConfig
-from dflash_serve.models.attention import RaggedAttention
+from dflash_serve.models.attention import PlainOperators, RaggedAttention
 from dflash_serve.models.compiled.build import find_compiler, load_kernels
 from dflash_serve.models.compiled.operators import (
     CompiledAttention,
@@ -20,7 +20,7 @@ from dflash_serve.models.compiled.operators import (
     step_attention,
 )
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
-from dflash_serve.models.layers import PlainOperators, RotaryEmbedding, rotate
+from dflash_serve.models.layers import RotaryEmbedding, rotate
 
 HEADS, KV_HEADS = 6, 2
 DTYPES = (torch.float32, torch.bfloat16)

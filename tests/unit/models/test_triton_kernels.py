@@ -19,9 +19,9 @@ from typing import NoReturn
 import pytest
 import torch
 
-from dflash_serve.models.compiled import operators
-from dflash_serve.models.compiled.operators import fast_operators
-from dflash_serve.models.layers import PlainOperators
+from dflash_serve.models.attention import PlainOperators
+from dflash_torch import engine
+from dflash_torch.engine import gpu_operators
 from tests.house import ROOT
 from tests.support.tiny import tiny_drafter_config
 
@@ -44,7 +44,7 @@ def test_the_kernels_themselves(tests: str, interpret: str, tmp_path: Path) -> N
 
 
 def test_a_cpu_has_no_use_for_them() -> None:
-    fast_operators(tiny_drafter_config(), torch.float32, torch.device("cpu"))
+    gpu_operators(tiny_drafter_config(), torch.float32, torch.device("cpu"))
     assert MODULE not in sys.modules
 
 
@@ -71,9 +71,9 @@ def test_where_they_do_not_work_one_line_says_so(
         monkeypatch.setitem(sys.modules, "triton", None)
     else:
         monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(difference=difference))
-    operators._say.cache_clear()
+    engine._say.cache_clear()
     for _ in ("target", "drafter"):
-        assert fast_operators(tiny_drafter_config(), torch.bfloat16, CUDA) is None
+        assert gpu_operators(tiny_drafter_config(), torch.bfloat16, CUDA) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert said in caplog.text
     assert "more lines" not in caplog.text
@@ -82,4 +82,4 @@ def test_where_they_do_not_work_one_line_says_so(
 def test_where_they_work_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(difference=lambda *_: None, TritonOperators=PlainOperators)
     monkeypatch.setitem(sys.modules, MODULE, fake)
-    assert type(fast_operators(tiny_drafter_config(), torch.bfloat16, CUDA)) is PlainOperators
+    assert type(gpu_operators(tiny_drafter_config(), torch.bfloat16, CUDA)) is PlainOperators
