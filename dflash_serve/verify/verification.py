@@ -274,9 +274,12 @@ class Verification:
         missing = [one for one in self._parted() if _again(side, *one[:2]) not in self.store]
         asked = [self._scoring(*one) for one in missing]
         scores = dict[int, ScoredAnswer | None]()
-        with suppress(RefusedError):
-            for n, reply in subject.answers([one for one, _ in asked], top_logprobs=TOP) if asked else ():
-                scores[n] = ScoredAnswer.of(reply, missing[n][2], asked[n][1] or ())
+        plainly = [n for n, (question, _) in enumerate(asked) if not question.params.logit_bias]
+        for numbers in (plainly, [n for n in range(len(asked)) if n not in plainly]):  # a side may refuse a bias
+            with suppress(RefusedError):
+                for at, reply in subject.answers([asked[n][0] for n in numbers], top_logprobs=TOP) if numbers else ():
+                    n = numbers[at]
+                    scores[n] = ScoredAnswer.of(reply, missing[n][2], asked[n][1] or ())
         if side == WITHOUT:
             places = dict[int, tuple[Question, AnswerPair]]()
             for n, score in scores.items():

@@ -34,6 +34,8 @@ class RoundedServer:
         self.speculating, self.streams = speculating, streams
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        if self.speculating and any(question.params.logit_bias for question in questions):  # as vLLM 0.32
+            raise RefusedError("no logit_bias beside a drafter", where="logit_bias", status=400)
         for index, question in enumerate(questions):
             in_chat = isinstance(question.prompt[0], dict)
             streamed = question.more.get("stream", False)
@@ -77,8 +79,10 @@ def test_answers_are_scored_that_no_reply_tells_the_prompt_of(streams: bool) -> 
     pair = SubjectPair(lambda: nullcontext(speculating), lambda: nullcontext(plain), dtype="bfloat16")
     plan = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=FEWEST, dtype="bfloat16")
     messages = [[{"role": "user", "content": str(number)}] for number in range(6)]
-    found = Verification(plan, messages, pair, Store(None, {})).run()
+    store = Store(None, {})
+    found = Verification(plan, messages, pair, store).run()
     differences = {one.case: one.differences for one in found.exact}
     for case in (LOAD, STREAMED, LONG, CONTINUED[LONG.name]):
         assert differences[case.name]
         assert {(one.kind, one.gap) for one in differences[case.name]} == {("near-tie", GAP)}
+    assert "with/greedy/0/again" in store, "refused are those with penalties alone, which need a logit_bias"
