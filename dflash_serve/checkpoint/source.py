@@ -203,7 +203,7 @@ def probably_meant(name: str, *, absent: bool) -> str:
 
 
 def _folder_meant(name: str) -> str:
-    path = Path(os.path.expanduser(name))  # Path.expanduser raises for ~nobody
+    path = Path(os.path.expanduser(name))  # Path.expanduser() ends in an error if there is no such user
     try:
         beside = sorted(found.parent.name for found in path.parent.glob("*/config.json"))
     except OSError:

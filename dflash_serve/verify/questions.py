@@ -69,9 +69,10 @@ GREEDY = (
 )
 LOAD = Case("short answers under load", SamplingParams(temperature=0), 4)
 LONG = Case("long answers", SamplingParams(temperature=0, ignore_eos=True))
+CONTINUABLE = (GREEDY[0], LONG)
 CONTINUED = {
     case.name: Case(f"{case.name}, continued", SamplingParams(temperature=0, ignore_eos=True, logprobs=5))
-    for case in (GREEDY[0], LONG)
+    for case in CONTINUABLE
 }
 """Pieces of a case's answers with speculation behind a near-tie: the plain side continues what comes before each."""
 STREAMED = Case(

@@ -22,6 +22,7 @@ from dflash_serve.speculation.params import MAX_LOGIT_BIAS, SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import (
+    CONTINUABLE,
     CONTINUED,
     GREEDY,
     LONG,
@@ -108,7 +109,7 @@ class Verification:
         if any(self._parted()):
             with self.pair.plain() as plain:
                 self._ask_again(plain, WITHOUT)
-                for case in (GREEDY[0], LONG):
+                for case in CONTINUABLE:
                     self._continue(plain, case)
         optional = [case.name for case in OPTIONAL if case in self.plan.cases]
         unit = str(self.store.get(UNIT, "nothing"))
@@ -274,8 +275,8 @@ class Verification:
         missing = [one for one in self._parted() if _again(side, *one[:2]) not in self.store]
         asked = [self._scoring(*one) for one in missing]
         scores = dict[int, ScoredAnswer | None]()
-        plainly = [n for n, (question, _) in enumerate(asked) if not question.params.logit_bias]
-        for numbers in (plainly, [n for n in range(len(asked)) if n not in plainly]):  # a side may refuse a bias
+        for biased in (False, True):  # apart, because a side may refuse a bias
+            numbers = [n for n, (question, _) in enumerate(asked) if bool(question.params.logit_bias) == biased]
             with suppress(RefusedError):
                 for at, reply in subject.answers([asked[n][0] for n in numbers], top_logprobs=TOP) if numbers else ():
                     n = numbers[at]

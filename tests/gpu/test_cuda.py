@@ -13,6 +13,7 @@ from dflash_serve.models.attention import FlashInferAttention, RaggedAttention
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.training.blocks import SlotForward, lay_out
+from dflash_torch.engine import gpu_operators
 from dflash_torch.launch import free_on_gpus
 from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 from tests.support.tiny import tiny_drafter_config
@@ -69,8 +70,9 @@ def test_triton_kernels_change_no_token(folders: tuple[Path, Path]) -> None:
     engine = tiny_engine(folders, device="cuda")
     speculator = engine.scheduler.speculator
     assert speculator is not None
-    engine.scheduler.target.pack()
-    speculator.drafter = FusedDrafter(speculator.drafter)
+    target, drafter, device = engine.scheduler.target, speculator.drafter, torch.device("cuda")
+    target.pack(operators=gpu_operators(target.config, torch.float32, device))
+    speculator.drafter = FusedDrafter(drafter, operators=gpu_operators(drafter.config, torch.float32, device))
     assert [model.operators.name for model in (speculator.target, speculator.drafter)] == ["triton"] * 2
     found = [output.token_ids for output in answers(engine, PROMPTS, params)]
     assert found == [output.token_ids for output in answers(tiny_engine(folders, device="cpu"), PROMPTS, params)]

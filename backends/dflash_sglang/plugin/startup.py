@@ -49,11 +49,6 @@ REPETITIONS, MOST_REPETITIONS = 3, 9  # repetitions of every step, and of steps 
 LEAST = 1e-6  # least cost of a draft, in seconds
 
 RunStep = Callable[[Any, int], object]  # runs a step of a batch at a width
-NOT_SWAPPED = (
-    *("draft_attn_backend", "cuda_graph_runner"),
-    *("draft_extend_attn_backend", "cuda_graph_runner_for_draft_extend"),
-)
-"""What a `SpecRuntimeState` has of the drafter, which drafts whole blocks at every width."""
 Job = tuple[int, int, int]  # requests, width, context of each request
 
 
@@ -121,8 +116,15 @@ def _build(worker: Any, width: int, ranks: Ranks) -> SpecRuntimeState:
             capture = runner._decode_cuda_graph_runner_cls()
             graphs = ranks.together(f"width {width}", lambda: capture(runner, attn_backend=attention, **widths))
             logger.info("dflash-serve: captured CUDA graphs for width %d", width)
-    drafter = dict.fromkeys(NOT_SWAPPED)
-    return SpecRuntimeState(**widths, target_attn_backend=attention, target_graph_runner=graphs, **drafter)
+    return SpecRuntimeState(
+        **widths,
+        target_attn_backend=attention,
+        target_graph_runner=graphs,
+        draft_attn_backend=None,  # the drafter's own serve every width: it drafts whole blocks
+        cuda_graph_runner=None,
+        draft_extend_attn_backend=None,
+        cuda_graph_runner_for_draft_extend=None,
+    )
 
 
 def _attention(runner: Any) -> Any:

@@ -81,10 +81,6 @@ def test_a_sound_deployment_has_no_problems_with_and_without_speculation(engine:
             {"parallel": {"tensor": 16}, "hardware": {"count": 16}},
             "16 GPUs (hardware.count) on 1 node, but a node of h200 has at most 8",
         ),
-        (
-            {"parallel": {"tensor": 8}, "hardware": {"count": 8, "gpu": "gb300"}},
-            "8 GPUs (hardware.count) on 1 node, but a node of gb300 has at most 4",
-        ),
         ({"parallel": {"tensor": 2}}, "hardware.count is 1"),
         ({"parallel": {"expert": 2, "tensor": 2}, "hardware": {"count": 2}}, "no experts"),
         ({"hardware": {"dtype": "float32", "gpu": "h200"}}, "hardware.dtype"),
@@ -97,6 +93,16 @@ def test_a_fault_is_found_and_says_what_to_do(
 ) -> None:
     change = {key: {**fields.get(key, {}), **value} for key, value in change.items()}
     assert said in problems(engine, fields, **change)
+
+
+@every_engine
+def test_more_gpus_than_a_node_has_are_answered_with_what_the_engine_can_do(
+    engine: str, fields: dict[str, Any]
+) -> None:
+    found = problems(engine, fields, parallel={"tensor": 8}, hardware={"count": 8, "gpu": "gb300"})
+    many = "8 GPUs (hardware.count) on 1 node, but a node of gb300 has at most 4"
+    single = f"hardware.count: {many}; use fewer, or --backend sglang"
+    assert (single if engine == "vllm" else f"parallel.nodes: {many}; set it to 2 or more") in found
 
 
 @every_engine

@@ -191,7 +191,7 @@ class OneKernel(TorchFunctionMode):
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> tuple[int, Any]:
-    """What a GPU would launch, and what the work returns."""
+    """The number of kernels that the work launches on a GPU, and the result of the work."""
     launch, found = triton_kernels.launch, Launches()
 
     def counted(*given: Any, **named: Any) -> None:

@@ -68,9 +68,9 @@ def test_another_file_is_no_report(tmp_path: Path) -> None:
     path.write_text('{"points": [{"variant": "off", "acceptance": {"survival": null}}]}')
     with pytest.raises(UserError, match="it tells no survival"):
         from_report(path, None, 8)
-    for share in ("1.5", "NaN"):
+    for share in ("1.5", "-0.1", "NaN"):
         path.write_text(f'{{"tasks": {{"x": {{"as it is": {{"survival": [0.5, {share}]}}}}}}}}')
-        with pytest.raises(UserError, match=r"a share of its survival is not from 0 to 1|NaN"):
+        with pytest.raises(UserError, match="a share of its survival is not from 0 to 1"):
             from_report(path, None, 8)
     with pytest.raises(UserError, match="cannot be read"):
         from_report(tmp_path / "none.json", None, 8)
