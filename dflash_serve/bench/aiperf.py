@@ -179,7 +179,10 @@ class Aiperf:
         log, result = job.folder / "aiperf.log", job.folder / RESULT
         code = run_command(self.argv(job), log, env=self.environment())
         if code != 0 or not result.is_file():
-            raise UserError(f"failed with exit code {code} ({_error(log)})", where="aiperf", do=f"see {log}")
+            named = (
+                "" if self.tokenizer else "; it looks for a tokenizer of the model's name: --tokenizer names another"
+            )
+            raise UserError(f"failed with exit code {code} ({_error(log)})", where="aiperf", do=f"see {log}{named}")
         return read_figures(read_json(result), where=str(result))
 
     def argv(self, job: Job) -> list[str]:

@@ -18,7 +18,7 @@ from dflash_serve.backend import EMBEDDED
 from dflash_serve.cli import bench as sweep
 from dflash_serve.cli import options
 from dflash_serve.common.extras import need
-from dflash_serve.common.files import require_writable, write_whole
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
 from dflash_serve.common.store import resumable
 from dflash_serve.errors import UserError
@@ -83,11 +83,6 @@ def _certified(given: dict[str, Any]) -> Any:
     settings = Settings.model_validate({**own, **fixed})
     require_servers(settings)
     find_aiperf()
-    require_writable(output)
-    if given["dataset"] is None:  # aiperf takes single turns
-        turns = [prompt[0] for prompt in read_prompt_set() if len(prompt) == 1]
-        lines = (json.dumps({"prompt": turn["content"]}) for turn in turns if isinstance(turn, Mapping))
-        write_whole(Path(settings.dataset), "\n".join(lines) + "\n")
     made_by = {**settings.model_dump(mode="json", exclude={"output"}), "versions": versions()}
 
     def tell(line: str) -> None:
@@ -97,4 +92,8 @@ def _certified(given: dict[str, Any]) -> Any:
     with resumable(output / JSON, made_by, "finished steps", resume=given["resume"]) as store:
         if not given["resume"]:
             shutil.rmtree(output / "work", ignore_errors=True)  # a new certification measures everything anew
+        if given["dataset"] is None:  # aiperf takes single turns
+            turns = [prompt[0] for prompt in read_prompt_set() if len(prompt) == 1]
+            lines = (json.dumps({"prompt": turn["content"]}) for turn in turns if isinstance(turn, Mapping))
+            write_whole(Path(settings.dataset), "\n".join(lines) + "\n")
         return conclude(Certification(settings, given["minutes"], store, tell).run())

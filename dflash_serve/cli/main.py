@@ -74,6 +74,7 @@ for point in entry_points(group="dflash_serve.verbs"):
     app.command()(point.load())
 
 
+CLOSED_PIPE = 128 + 13  # Exit code of a command that a shell's pipe ends (SIGPIPE)
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this typer brings or imports
 
 
@@ -101,4 +102,7 @@ def run() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        # click ends with 1, which is a verdict of `verify`, where nobody reads our output any more
+        sys.exit(CLOSED_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code)
     sys.exit(ended if isinstance(ended, int) else 0)

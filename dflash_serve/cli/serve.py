@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +44,8 @@ DryRun = Annotated[
     ),
 ]
 INDENT = "  "
+PREFIX, LOCK = "dflash-serve-", "lock"
+WITHOUT_DRAFTER = "no drafter is named: it serves without speculation; --drafter auto takes the best one that is known"
 DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: all of it as JSON.")]
 ShowFiles = Annotated[bool, typer.Option("--show-files", help="With --dry-run: what would stand in the files, too.")]
 
@@ -82,7 +87,10 @@ def serve(
         options.refuse_ignored(context, ("as_json", "show_files"), "only a dry run has it", "add --dry-run")
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
-    launch = resolve(backend, name_drafter(load_deployment(deployment, flags), backend, quiet=quiet))
+    chosen = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
+    if chosen.drafter is None and chosen.speculation.width != "off" and not quiet:
+        print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
+    launch = resolve(backend, chosen)
     if dry_run:
         return show_launch(launch, folder or _dry_folder(), host, port, as_json=as_json, quiet=quiet, files=show_files)
     raise_problems(launch.problems, hint=HINT)
@@ -100,12 +108,31 @@ def prepared(launch: Launch, folder: Path | None) -> Path:
         UserError: it cannot be written, or the backend refuses the deployment.
     """
     try:
-        folder = folder or Path(tempfile.mkdtemp(prefix="dflash-serve-"))
+        folder = folder or temporary_folder()
         launch.prepare(folder)
     except OSError as error:
         do = "free some space, or name another --folder"
         where = str(folder or tempfile.gettempdir())
         raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
+    return folder
+
+
+def temporary_folder() -> Path:
+    """A new folder in the temporary one, where those that earlier servers of this user left are removed.
+
+    A folder is in use as long as its file `lock` is locked: by this process, and by the server that it becomes.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), lock.open() as file:  # one in use, or gone meanwhile
+            flock(file, LOCK_EX | LOCK_NB)
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                shutil.rmtree(lock.parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    unlocked = folder / f"{LOCK}.new"
+    file_descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)
+    flock(file_descriptor, LOCK_EX)
+    os.set_inheritable(file_descriptor, True)
+    unlocked.rename(folder / LOCK)
     return folder
 
 

@@ -145,10 +145,10 @@ def resumable(output: Path, made_by: Mapping[str, Any], what: str, *, resume: bo
     Raises:
         UserError: there are kept results and `resume` is not given, there are none and it is, or `Store` raises it.
     """
-    require_file(output)
-    path = output.with_name(output.name + ".partial.jsonl")
+    path = output.parent / f"{output.name}.partial.jsonl"
     if resume and not path.exists():
         raise UserError("nothing to go on with", where=str(path), do="leave out --resume")
+    require_file(output)
     if path.exists() and not resume:
         do = "go on with it by --resume, or remove it"
         raise UserError("an interrupted run is there", where=str(path), do=do)

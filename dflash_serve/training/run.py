@@ -92,7 +92,7 @@ def run(
     folder = target_folder(recipe.target.model, recipe.target.revision)
     check_recipe(recipe, folder)
     with joined_processes(torch.device(device)) as (processes, own):
-        console = Console(stderr=True, quiet=quiet or not processes.first)
+        console = Console(stderr=True, quiet=quiet or not processes.first, markup=False, emoji=False)
         manifest = make_data(
             recipe,
             lambda: answer_engine(recipe, own.type),

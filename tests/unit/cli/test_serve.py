@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
+import tempfile
 from pathlib import Path
+from subprocess import PIPE, Popen, check_output
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
+from dflash_serve.cli.serve import temporary_folder
 from dflash_serve.errors import UserError
 from dflash_torch import launch
 from tests.support.tiny_target import write_tiny_pair
@@ -168,3 +172,29 @@ def test_the_embedded_engine_takes_as_many_requests_as_memory_holds(
     assert f"limits.max_batch_size = {told[2 * 10**6]['value']}" in result.stderr, "the command says it, too"
     written = json.loads((tmp_path / "served" / "deployment.json").read_text())
     assert str(written["limits"]["max_batch_size"]) == told[2 * 10**6]["value"]
+
+
+def test_folders_of_servers_that_have_ended_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os; from dflash_serve.cli.serve import temporary_folder as f; print(f(), flush=True)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    become = "; os.execlp('sh', 'sh', '-c', 'read end')"
+    (tmp_path / "dflash-serve-verify-1").mkdir()  # of another verb: its logs stay
+    with Popen([sys.executable, "-c", code + become], env=env, stdin=PIPE, stdout=PIPE, text=True) as running:
+        assert running.stdout is not None
+        in_use = running.stdout.readline().strip()
+        ended = check_output([sys.executable, "-c", code], env=env, text=True).strip()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        third = temporary_folder()
+        assert {str(one) for one in tmp_path.iterdir()} - {str(tmp_path / "dflash-serve-verify-1")} == {
+            in_use,
+            str(third),
+        }, f"{ended} is gone"
+        running.kill()
+    temporary_folder()
+    assert (Path(in_use).exists(), third.exists()) == (False, True)
+
+
+def test_serving_without_a_drafter_is_said(pair: tuple[str, ...], tmp_path: Path, became: dict[str, Any]) -> None:
+    for more, said in ((), True), (("--width", "off"), False), (pair[2:], False), (("--quiet",), False):
+        words = ["serve", *pair[:2], "--folder", str(tmp_path), *more]
+        assert ("serves without speculation" in CliRunner().invoke(app, words).stderr) is said

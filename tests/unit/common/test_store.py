@@ -73,9 +73,10 @@ def interrupted(output: Path, made_by: dict[str, object], *, resume: bool = Fals
 def test_a_command_goes_on_only_if_asked_and_leaves_nothing_when_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "report.json"
+    output = tmp_path / "out" / "report.json"
     with pytest.raises(UserError, match="nothing to go on with"), resumable(output, MINE, "answers", resume=True):
         pass
+    assert not output.parent.exists()
     interrupted(output, MINE)
     assert "1 answers are kept" in capsys.readouterr().err
     with pytest.raises(UserError, match="--resume"), resumable(output, MINE, "answers", resume=False):
@@ -85,7 +86,7 @@ def test_a_command_goes_on_only_if_asked_and_leaves_nothing_when_done(
     assert "made with other settings (plan.samples: 4 there, 5 here); starting anew" in capsys.readouterr().err
     with resumable(output, MINE, "answers", resume=True) as store:
         assert len(store.values) == 2
-    assert list(tmp_path.iterdir()) == []
+    assert list(output.parent.iterdir()) == []
 
 
 def test_nothing_is_left_of_a_run_that_kept_nothing(tmp_path: Path) -> None:
