@@ -103,6 +103,6 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as end:
-        # click ends with 1, which is a verdict of `verify`, where nobody reads our output any more
+        # When the reader of our output has closed the pipe, click exits with 1. `verify` means "not lossless" by 1.
         sys.exit(CLOSED_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code)
     sys.exit(ended if isinstance(ended, int) else 0)

@@ -123,15 +123,16 @@ def temporary_folder() -> Path:
     A folder is in use as long as its file `lock` is locked: by this process, and by the server that it becomes.
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError), lock.open() as file:  # one in use, or gone meanwhile
-            flock(file, LOCK_EX | LOCK_NB)
-            if os.fstat(file.fileno()).st_uid == os.getuid():
-                shutil.rmtree(lock.parent)
+        with suppress(OSError):  # one in use, or gone meanwhile
+            if lock.lstat().st_uid == os.getuid():  # asked first: what another user put there is not opened
+                with lock.open() as file:
+                    flock(file, LOCK_EX | LOCK_NB)
+                    shutil.rmtree(lock.parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    unlocked = folder / f"{LOCK}.new"
-    file_descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)
-    flock(file_descriptor, LOCK_EX)
-    os.set_inheritable(file_descriptor, True)
+    unlocked = folder / f"{LOCK}.new"  # It gets its name once it is locked: nobody can lock it before us
+    descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)  # never closed: the server inherits it
+    flock(descriptor, LOCK_EX)
+    os.set_inheritable(descriptor, True)
     unlocked.rename(folder / LOCK)
     return folder
 

@@ -54,7 +54,7 @@ def build(
     """Build the quantised checkpoints that a recipe names; a build that was stopped goes on."""
     from rich.console import Console
 
-    console = Console(soft_wrap=True, quiet=quiet or as_json)
+    console = Console(soft_wrap=True, quiet=quiet or as_json, markup=False, emoji=False)
     recipe = find_recipe(recipe)
     folder = (output or Path("builds") / recipe.stem).resolve()
     if verify:
@@ -72,7 +72,7 @@ def _verify(folder: Path, as_json: bool, console: Console) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(problem) for problem in problems]))
     lines = [str(problem) for problem in problems] or [f"{folder}: every file is what it was built as"]
-    console.print("\n".join(lines), markup=False)
+    console.print("\n".join(lines))
     if problems:
         raise typer.Exit(1)
 
@@ -84,17 +84,19 @@ def _list_steps(recipe: Recipe, file: Path, as_json: bool, console: Console) -> 
     if as_json:
         typer.echo(json.dumps([{"step": s.name, "needs": s.needs, "about": s.about} for s in steps]))
     if not steps:
-        console.print(f"nothing to build in {file}", markup=False, highlight=False)
+        console.print(f"nothing to build in {file}", highlight=False)
         return
     table = Table("step", "after", "what", box=None, pad_edge=False)
     for step in steps:
         table.add_row(step.name, ", ".join(step.needs), step.about)
     console.print(table)
     if recipe.build.acceptance and recipe.build.acceptance.prompts is None:
-        console.print("acceptance is left out: the recipe names no prompts for it", markup=False)
+        console.print("acceptance is left out: the recipe names no prompts for it")
 
 
 def _build(recipe: Recipe, folder: Path, console: Console) -> None:
+    from rich.text import Text
+
     steps = make_steps(recipe)
     # Checked first: the steps before the one that needs a tool can take hours.
     absent = {tool: step.name for step in steps for tool, found in step.tool_versions().items() if found == "absent"}
@@ -105,21 +107,21 @@ def _build(recipe: Recipe, folder: Path, console: Console) -> None:
     sources, status = find_sources(recipe), console.status("")
 
     def show_progress(step: Step, line: str) -> None:
-        status.update(f"{step.name}: {line}" if line else step.name)
+        status.update(Text(f"{step.name}: {line}" if line else step.name))  # a `str` is read as markup
 
     def show_done(done: Done) -> None:
         size = sum(entry.size for entry in done.manifest.files.values()) / 2**20
         state = f"{done.manifest.seconds:.1f} s" if done.state == "built" else done.state
         said = "; ".join([f"{state}, {size:.1f} MiB", *_findings(done.manifest.measured)])
-        console.print(f"{done.step.name:<20} {said}", markup=False, highlight=False)
+        console.print(f"{done.step.name:<20} {said}", highlight=False)
 
     with status:
         finished = run(steps, sources, folder, on_progress=show_progress, on_done=show_done)
     for path in write_deployments(recipe, sources, folder):
-        console.print(f"to serve it: {path}", markup=False)
+        console.print(f"to serve it: {path}")
     seconds = [done.manifest.seconds for done in finished if done.state == "built"]
     there = len(finished) - len(seconds)
-    console.print(f"{folder}: {len(seconds)} steps built in {sum(seconds):.0f} s, {there} there already", markup=False)
+    console.print(f"{folder}: {len(seconds)} steps built in {sum(seconds):.0f} s, {there} there already")
 
 
 def _findings(measured: Mapping[str, object]) -> Iterator[str]:
