@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases, SpeculationLines
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
+from dflash_serve.slot_counters import LINES, PREFIX, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23))
 """The release whose source was read and whose server was run."""
 
-PREFIX = "dflash_serve:"  # prefix of our plug-in's metrics, which stand on the same page as SGLang's
-OFFERED, ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
-"""Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
-STEPS = f"{PREFIX}steps"  # counter of verifications by width
-DRAFT_SECONDS = f"{PREFIX}draft_seconds"  # histogram of the drafter's passes
-SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
-
+DRAFT_SECONDS = f"{PREFIX}draft_seconds"  # histogram of the drafter's passes, of our plug-in
 RESPONSES = "sglang:http_responses_total"
 FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code!~"429|503"'
 """Selects answers of a server that is full or not ready (SGLang says 503 where its queue is full), and other errors."""
@@ -24,18 +19,7 @@ FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     """Acceptance by our plug-in's counters where it is loaded, else by SGLang's own; None = not SGLang's metrics."""
     samples = scrape.samples()
-    return _of_plug_in(samples) or _of_sglang(samples)
-
-
-def _of_plug_in(samples: Samples) -> AcceptanceStatistics | None:
-    widths = samples.by(f"{STEPS}_total", "width")
-    if not widths:
-        return None
-    offered = samples.by_slot(f"{OFFERED}_total", "slot", first=1)
-    accepted = samples.by_slot(f"{ACCEPTED}_total", "slot", first=1)
-    verifications = sum(count for width, count in widths.items() if width > 1)
-    engine = f"{FACTS.title} with dflash-serve"
-    return AcceptanceStatistics(verifications, sum(offered), sum(accepted), offered, accepted, widths, engine)
+    return read_slot_counters(samples, FACTS.title, "sglang:") or _of_sglang(samples)
 
 
 def _of_sglang(samples: Samples) -> AcceptanceStatistics | None:
@@ -70,17 +54,7 @@ FACTS = EngineFacts(
         queue_time="sglang:queue_time_seconds",
         request_latency="sglang:e2e_request_latency_seconds",
     ),
-    speculation=SpeculationLines(
-        acceptance_length=(
-            "{{pod}}",
-            f"1 + {rate(f'{ACCEPTED}_total', by='pod')} / {rate(f'{STEPS}_total', by='pod', extra=SPECULATING)}",
-        ),
-        survival=(
-            "slot {{slot}}",
-            f"{rate(f'{ACCEPTED}_total', by='slot')} / {rate(f'{OFFERED}_total', by='slot')}",
-        ),
-        widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
-    ),
+    speculation=LINES,
     errors=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FAILED)),
     refused=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FULL)),
     read_acceptance=read_acceptance,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases, SpeculationLines
+from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.common.settings import ENV_PREFIX
+from dflash_serve.slot_counters import LINES, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
@@ -17,28 +18,11 @@ DRAFTS, DRAFTED, ACCEPTED = (
 )
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
-PREFIX = "dflash_vllm:"  # prefix of our plug-in's metrics, which stand on the same page as vLLM's
-SLOTS_OFFERED, SLOTS_ACCEPTED = f"{PREFIX}slots_offered", f"{PREFIX}slots_accepted"
-"""Counters by slot of the block; like STEPS without the `_total` that they are exported with."""
-STEPS = f"{PREFIX}steps"  # counter of requests' decoding steps by width; width 1 = without a draft
-SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
-
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     """Acceptance by our plug-in's counters where it is loaded, else by vLLM's own; None = not vLLM's metrics."""
     samples = scrape.samples()
-    return _of_plug_in(samples) or _of_vllm(samples)
-
-
-def _of_plug_in(samples: Samples) -> AcceptanceStatistics | None:
-    widths = samples.by(f"{STEPS}_total", "width")
-    if not widths or samples.total(DRAFTS) is None:
-        return None
-    offered = samples.by_slot(f"{SLOTS_OFFERED}_total", "slot", first=1)
-    accepted = samples.by_slot(f"{SLOTS_ACCEPTED}_total", "slot", first=1)
-    verifications = sum(count for width, count in widths.items() if width > 1)
-    engine = f"{FACTS.title} with dflash-serve"
-    return AcceptanceStatistics(verifications, sum(offered), sum(accepted), offered, accepted, widths, engine)
+    return read_slot_counters(samples, FACTS.title, "vllm:") or _of_vllm(samples)
 
 
 def _of_vllm(samples: Samples) -> AcceptanceStatistics | None:
@@ -72,14 +56,7 @@ FACTS = EngineFacts(
         queue_time="vllm:request_queue_time_seconds",
         request_latency="vllm:e2e_request_latency_seconds",
     ),
-    speculation=SpeculationLines(
-        acceptance_length=("{{pod}}", f"1 + {rate(ACCEPTED, by='pod')} / {rate(DRAFTS, by='pod')}"),
-        survival=(
-            "slot {{slot}}",
-            f"{rate(f'{SLOTS_ACCEPTED}_total', by='slot')} / {rate(f'{SLOTS_OFFERED}_total', by='slot')}",
-        ),
-        widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
-    ),
+    speculation=LINES,
     # By hundreds (`4xx`), so those that were refused are not apart.
     errors=("{{status}}", rate("http_requests_total", by="status", extra=', status=~"[45].."')),
     read_acceptance=read_acceptance,

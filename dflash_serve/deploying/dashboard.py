@@ -19,7 +19,7 @@ WIDE, HIGH = 8, 8  # of a panel; Grafana's grid is 24 wide
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: a line for each engine that reports the figure."""
+    """One graph: a line for each engine that reports the figure; engines may have the same line."""
 
     title: str
     unit: str
@@ -141,7 +141,7 @@ def _graph(panel: Panel, number: int, top: int, index: int) -> Document:
         "options": {"tooltip": {"mode": "multi", "sort": "desc"}},
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
-            for i, (legend, expression) in enumerate(filter(None, panel.lines))
+            for i, (legend, expression) in enumerate(dict.fromkeys(filter(None, panel.lines)))
         ],
     }
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.slot_counters import ACCEPTED, OFFERED, STEPS
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth
-from dflash_vllm.facts import GUESSED_COSTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+from dflash_vllm.facts import GUESSED_COSTS
 
 pytest.importorskip("vllm")
 
@@ -24,8 +25,9 @@ OURS = "dflash_vllm.plugin.scheduler.AsyncWidthScheduler"
 def server(method: str | None, scheduler: object = None, drafter: str = "DFlashDraftModel") -> Any:
     """What a stat logger reads of vLLM's configuration."""
     draft = SimpleNamespace(architectures=[drafter])
+    speculative = SimpleNamespace(method=method, draft_model_config=draft, num_speculative_tokens=4)
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(method=method, draft_model_config=draft) if method else None,
+        speculative_config=speculative if method else None,
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
         model_config=SimpleNamespace(served_model_name="m"),
     )
@@ -214,8 +216,8 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
         return [REGISTRY.get_sample_value(f"{name}_total", {**labels, label: str(value)}) for value in values]
 
     assert counted(STEPS, "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]
-    assert counted(SLOTS_OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, None]
-    assert counted(SLOTS_ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, None]
+    assert counted(OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, 0]
+    assert counted(ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

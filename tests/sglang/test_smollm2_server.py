@@ -18,13 +18,13 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.slot_counters import STEPS
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.training.answers import AnswerServer, Request, ask
 from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
-from dflash_sglang.facts import STEPS
 from tests.support.prompts import word_problems
 from tests.support.sglang_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from dflash_serve.deployment import COST_TABLE, Deployment
-from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, FACTS, STEPS
+from dflash_serve.slot_counters import ACCEPTED, STEPS
+from dflash_sglang.facts import DRAFT_SECONDS, FACTS
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Berth, OnCpu, Server, deployment, fleet, tiny_pair
 from tests.support.tiny import write_tiny_drafter

@@ -16,13 +16,12 @@ BOARD: Any = dashboard()
 SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 """Labels that come from Prometheus, by the chart's PodMonitor, and from no engine."""
 PREFIXES = {
-    "dflash:": "torch",
-    "dflash_serve:": "sglang",
-    "dflash_vllm:": "vllm",
-    "http_requests_total": "vllm",
-    "sglang:": "sglang",
-    "trtllm_": "tensorrt-llm",
-    "vllm:": "vllm",
+    "dflash:": {"torch"},
+    "dflash_serve:": {"sglang", "vllm"},
+    "http_requests_total": {"vllm"},
+    "sglang:": {"sglang"},
+    "trtllm_": {"tensorrt-llm"},
+    "vllm:": {"vllm"},
 }
 
 Labels = dict[str, set[str]]
@@ -44,11 +43,11 @@ def variables() -> Iterator[tuple[set[str], str]]:
             yield set(matcher.value.split("|")), asked[2]
 
 
-def engine_of(metric: str) -> str | None:
-    """By its prefix; None = Kubernetes', by kube-state-metrics."""
+def engines_of(metric: str) -> set[str]:
+    """By its prefix; none for Kubernetes' own, by kube-state-metrics."""
     if metric.startswith("kube_"):
-        return None
-    return next(engine for prefix, engine in PREFIXES.items() if metric.startswith(prefix))
+        return set()
+    return next(engines for prefix, engines in PREFIXES.items() if metric.startswith(prefix))
 
 
 def asked(expression: str) -> Labels:
@@ -95,6 +94,6 @@ def missing(engine: str, has: Mapping[str, set[str]]) -> list[str]:
         {
             f"{name}{sorted(labels - has.get(name, set()))}"
             for name, labels in wanted
-            if engine_of(name) == engine and (name not in has or labels - has[name])
+            if engine in engines_of(name) and (name not in has or labels - has[name])
         }
     )

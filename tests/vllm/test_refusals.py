@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.checkpoint.loading import given_checkpoint
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.processes import run_command
+from dflash_serve.errors import Problem, refuse
 from dflash_vllm.backend import LAUNCHER
 from tests.support.tiny import edit_json
 from tests.support.vllm_faults import FAULTS, write_faulty
@@ -47,12 +49,16 @@ def configured(target: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     return configure
 
 
-def refusal(vllm_config: Any) -> str:
-    from dflash_serve.errors import refuse
+def problems(vllm_config: Any) -> list[Problem]:
+    """Those of the drafter that vLLM was given."""
     from dflash_vllm.plugin.guards import draft_problems
 
+    return draft_problems(vllm_config, given_checkpoint(vllm_config.speculative_config.draft_model_config.model, None))
+
+
+def refusal(vllm_config: Any) -> str:
     with pytest.raises(ValueError, match="dflash-serve: ") as refused:
-        refuse(draft_problems(vllm_config))
+        refuse(problems(vllm_config))
     return str(refused.value)
 
 
@@ -72,9 +78,7 @@ def test_an_acceptance_test_that_is_not_exact_is_refused(configured: Callable[..
 
 
 def test_the_sound_drafter_is_not_refused(configured: Callable[..., Any]) -> None:
-    from dflash_vllm.plugin.guards import draft_problems
-
-    assert draft_problems(configured(BUNDLED_DRAFTER)) == []
+    assert problems(configured(BUNDLED_DRAFTER)) == []
 
 
 def test_our_classes_stand_in_vllms_registry() -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve import slot_counters as ours
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
@@ -32,7 +33,7 @@ from dflash_serve.training.answers import AnswerServer, Request, ask
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
-from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS, SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
 from dflash_vllm.launch_plan import static_schedule
 from tests.support.prompts import word_problems
 from tests.support.promql import exported, missing
@@ -243,11 +244,11 @@ def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> N
     server = servers["full"].ready.result()
     server.tokens(prompts[:3], 16, 3)
     now = server.samples
-    widths = now.by(f"{STEPS}_total", "width")
+    widths = now.by(f"{ours.STEPS}_total", "width")
     assert sum(count for width, count in widths.items() if width > 1) == now.total(DRAFTS)
-    assert now.total(f"{SLOTS_OFFERED}_total") == now.total(DRAFTED)
-    assert now.total(f"{SLOTS_ACCEPTED}_total") == now.total(ACCEPTED)
-    survival = now.by_slot(f"{SLOTS_ACCEPTED}_total", "slot", first=1)
+    assert now.total(f"{ours.OFFERED}_total") == now.total(DRAFTED)
+    assert now.total(f"{ours.ACCEPTED}_total") == now.total(ACCEPTED)
+    survival = now.by_slot(f"{ours.ACCEPTED}_total", "slot", first=1)
     assert all(wider <= narrower for narrower, wider in pairwise(survival))
 
 
@@ -336,4 +337,4 @@ def test_a_static_schedule_needs_nothing_of_ours_inside_vllm(
 
     # Off, but for the first and last few requests: on a busy machine they may all come one after the other.
     assert any(drafts_of_a_crowd() < 0.3 * CROWD * 24 / 2.5 for _ in range(3))
-    assert not server.samples.knows(f"{STEPS}_total")
+    assert not server.samples.knows(f"{ours.STEPS}_total")

@@ -1,7 +1,6 @@
 """Drafts and requests that SGLang would silently read or answer wrongly: refused in its own processes.
 
-* Drafts are checked from their files before anything is loaded, then loaded strictly. SGLang's `load_weights` skips
-  unknown names and does not look for missing ones; such a server would start and accept nothing.
+* Drafts are checked from their files before anything is loaded, then loaded strictly.
 * Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
   (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
 * Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
@@ -10,42 +9,30 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
-from dflash_serve.checkpoint.source import local_folder
+from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
-from dflash_serve.checkpoint.tensors import ALIASES, parts_of, plain_only
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.checkpoint.tensors import ALIASES, plain_only
+from dflash_serve.errors import Problem
 from dflash_sglang.launch_plan import head_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
 READ_BY_SGLANG = "mask_embedding.pt"  # a pickle that we refuse to read, but SGLang reads safely (weights_only)
 
 
 def draft_problems(server_args: Any) -> list[Problem]:
-    """Problems of the draft named in `server_args`.
-
-    Empty if none is named or it cannot be found: SGLang also knows ModelScope and object stores, and `StrictLoad`
-    checks what it loads from them.
-    """
-    if server_args.speculative_draft_model_path is None:
+    """Problems of the draft named in `server_args`; empty if none is named or it cannot be found."""
+    name, revision = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+    checkpoint = None if name is None else given_checkpoint(name, revision)
+    if checkpoint is None:
         return []
-    try:
-        folder = local_folder(server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision)
-    except UserError as error:
-        logger.warning("dflash-serve: the draft was not checked: %s", error)
-        return []
-    if not is_plain(folder):
-        return []
-    checkpoint = open_checkpoint(folder)
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
-    found += plain_only(checkpoint.quantization, "SGLang", str(folder))
+    found += plain_only(checkpoint.quantization, "SGLang", str(checkpoint.folder))
     heads = [] if checkpoint.config is None else head_problems(checkpoint.config)
     return [*_dialect(checkpoint), *found, *heads, *_block_size(checkpoint, server_args)]
 
@@ -73,14 +60,12 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
         yield Problem(what, "--speculative-num-draft-tokens", do)
 
 
-READ_ALIASES = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
-"""Other names of tensors (`ALIASES`) that SGLang knows, too."""
-SPARE = ("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale")
-"""Parts of the names of tensors that a draft may have and SGLang does not use; it takes the target's embedding and
-head.
-"""
-DERIVED = ("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale")
-"""Endings of parameters that a quantisation method fills if the checkpoint does not."""
+LOADER = StrictLoader(
+    spare=("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale"),  # it takes the target's embedding, head
+    # Filled by a quantisation method if the checkpoint does not.
+    unfilled=("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale"),
+    unread=ALIASES.keys() - {"encoder.fc.weight", "encoder.output_norm_enc.weight"},
+)
 
 
 class StrictLoad:
@@ -105,37 +90,8 @@ class StrictLoad:
         if self.is_built:
             own = self._own
             return load(model, (one for one in weights if own is None or one[0] in own))
-        names: list[str] = []
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                names.append(name)
-                yield name, tensor
-
-        result = load(model, noted())
-        unknown, missing = account(names, {name for name, _ in model.named_parameters()})
-        if unknown or missing:
-            parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
-            parts += [f"missing: {', '.join(missing)}"] if missing else []
-            do = "`dflash-serve inspect` on the draft's folder says more"
-            raise ValueError(f"dflash-serve: the draft does not fit its config.json: {'; '.join(parts)}; {do}")
-        self._own = frozenset(names)
-        return result
-
-
-def account(names: Iterable[str], parameters: Collection[str]) -> tuple[list[str], list[str]]:
-    """Unknown tensors, and missing ones by our names."""
-    parts_of_model = {part: parameter for parameter in sorted(parameters) for part in parts_of(parameter)}
-    filled, unknown = set[str](), []
-    for name in names:
-        is_read = name in READ_ALIASES or name.removeprefix("model.") not in ALIASES
-        parts = parts_of(name) if is_read else [name]
-        if parts_of_model.keys() >= set(parts):
-            filled.update(parts)
-        elif not any(part in name for part in SPARE):
-            unknown.append(name)
-    wanted = [part for part, parameter in parts_of_model.items() if not parameter.endswith(DERIVED)]
-    return sorted(unknown), [part for part in wanted if part not in filled]
+        loaded, self._own = LOADER.load(lambda given: load(model, given), model, weights)
+        return loaded
 
 
 NEUTRAL = {**PENALTIES, "min_new_tokens": 0}

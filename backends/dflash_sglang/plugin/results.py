@@ -1,20 +1,16 @@
-"""Results of every step, for Prometheus and for the width policy, which decides for a whole batch. Needs no SGLang.
-
-The metrics stand on the same page as SGLang's own. Readers derive from them: survival of slot k =
-slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps of widths > 1.
-"""
+"""Results of every step, for Prometheus and for the width policy, which decides for a whole batch. Needs no SGLang."""
 
 from __future__ import annotations
 
 from collections import Counter as Numbers
 from collections.abc import Callable, Collection
-from functools import cache
 from itertools import compress
 from time import perf_counter
 from typing import Any
 
+from dflash_serve.slot_counters import SlotCounters
 from dflash_serve.speculation.policy import Step, WidthPolicy
-from dflash_sglang.facts import ACCEPTED, DRAFT_SECONDS, OFFERED, STEPS
+from dflash_sglang.facts import DRAFT_SECONDS
 
 _MARK = "_dflash_serve_launch"  # attribute of SGLang's results: number of the launch, and context tokens
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
@@ -105,25 +101,12 @@ class BatchWidths:
 
 
 class SpeculationMetrics:
-    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time.
-
-    Those of whole blocks stand at 0 from the start: where drafts never pay, a dashboard shows 0 and not that data lack.
-    """
+    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time, on the page of SGLang's own."""
 
     def __init__(self, model_name: str, block_size: int) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Histogram
 
-        def counter(name: str, about: str, label: str) -> Callable[[int], Any]:  # looking a label up is slow
-            made = Counter(name, about, ["model_name", label])
-            return cache(lambda value: made.labels(model_name, str(value)))
-
-        self._offered = counter(OFFERED, "Drafted tokens that were verified, by slot of the block.", "slot")
-        self._accepted = counter(ACCEPTED, "Drafted tokens that were accepted, by slot of the block.", "slot")
-        self._steps = counter(STEPS, "Verifications of one request, by width (the anchor counted).", "width")
-        for slot in range(1, block_size):
-            self._offered(slot)
-            self._accepted(slot)
-        self._steps(block_size)
+        self._counters = SlotCounters(block_size, model_name=model_name)
         self._seen, self._unwritten = Numbers[tuple[int, int]](), 0  # (width, accepted drafts), not yet written
         about = "Time of one drafter pass over a batch."
         self.drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS).labels(model_name)
@@ -134,14 +117,12 @@ class SpeculationMetrics:
         self._unwritten += 1
         if self._unwritten < UNWRITTEN and len(running) == len(step.widths):
             return
-        offered, accepted = Numbers[int](), Numbers[int]()
+        steps, offered, accepted = Numbers[int](), Numbers[int](), Numbers[int]()
         for (width, passed), times in self._seen.items():
-            self._steps(width).inc(times)
+            steps[width] += times
             offered.update(dict.fromkeys(range(1, width), times))
             accepted.update(dict.fromkeys(range(1, passed + 1), times))
-        for counter, slots in ((self._offered, offered), (self._accepted, accepted)):
-            for slot, times in slots.items():
-                counter(slot).inc(times)
+        self._counters.count(steps, offered, accepted)
         self._seen.clear()
         self._unwritten = 0
 

@@ -1,30 +1,17 @@
-"""Our counters beside vLLM's own on /metrics, in the API server's process (entry point `vllm.stat_logger_plugins`).
-
-Readers derive from them: survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length =
-1 + sum of slots_accepted / steps over widths greater than 1.
-"""
+"""Our counters beside vLLM's own on /metrics, in the API server's process (entry point `vllm.stat_logger_plugins`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from dflash_vllm.facts import SLOTS_ACCEPTED, SLOTS_OFFERED, STEPS
+from dflash_serve.slot_counters import SlotCounters
 
 from . import METHODS, STRICT, is_ours, proof
 
 logger = logging.getLogger(__name__)
-COUNTERS = {
-    STEPS: ("width", "Decoding steps of one request, by width (the anchor counted; 1 = no draft)."),
-    SLOTS_OFFERED: ("slot", "Drafted tokens that were verified, by slot of the block."),
-    SLOTS_ACCEPTED: ("slot", "Drafted tokens that were accepted, by slot of the block."),
-}
-"""Name -> label and help."""
 
 
 class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
@@ -41,7 +28,8 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             asked = vllm_config.speculative_config
             if asked.method in METHODS and (others := set(asked.draft_model_config.architectures) - STRICT.keys()):
                 logger.warning("dflash-serve: not checked in vLLM: tensors and settings of a %s drafter", *others)
-            self.labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
+            model = str(vllm_config.model_config.served_model_name)
+            self.counters = SlotCounters(asked.num_speculative_tokens + 1, model_name=model, engine=str(engine_index))
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         """Counts one step of the engine. Raises nothing: an error of a stat logger ends vLLM's engine."""
@@ -59,28 +47,10 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
         offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
         # A step of width w offers slots 1 to w - 1, so this is the number of steps of widths 1, 2, ...
         wide = [here - wider for here, wider in zip(offered, [*offered[1:], 0], strict=False)]
-        self._count(STEPS, [decoding - (drafting.num_drafts if drafting else 0), *wide])
-        if drafting:
-            self._count(SLOTS_OFFERED, offered)
-            self._count(SLOTS_ACCEPTED, drafting.num_accepted_tokens_per_pos)
-
-    def _count(self, name: str, counts: Sequence[int]) -> None:
-        """Counts of widths or slots 1, 2, ..."""
-        for place, count in enumerate(counts, start=1):
-            if count > 0:
-                _child(name, *self.labels, str(place)).inc(count)
+        steps = [decoding - (drafting.num_drafts if drafting else 0), *wide]
+        accepted = drafting.num_accepted_tokens_per_pos if drafting else ()
+        self.counters.count(*(dict(enumerate(counts, start=1)) for counts in (steps, offered, accepted)))
 
 
 # A later release may add abstract methods to its base class; without this they would end servers that are not ours.
 SpeculationMetrics.__abstractmethods__ = frozenset()
-
-
-@cache
-def _counter(name: str) -> Counter:  # one for all engines of this process
-    label, text = COUNTERS[name]
-    return Counter(name, text, ["model_name", "engine", label])
-
-
-@cache
-def _child(name: str, *labels: str) -> Counter:  # `labels` alone takes longer than all else of a step
-    return _counter(name).labels(*labels)

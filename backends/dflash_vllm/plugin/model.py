@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 
+from dflash_serve.checkpoint.loading import given_checkpoint
 from dflash_serve.errors import refuse
 
-from .guards import draft_problems, reading_problems, tensor_problems
+from .guards import LOADER, draft_problems, reading_problems
 
 
 class _Strict:
@@ -22,22 +23,16 @@ class _Strict:
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        refuse(draft_problems(vllm_config))
+        draft = vllm_config.speculative_config.draft_model_config
+        checkpoint = given_checkpoint(draft.model, draft.revision)
+        refuse(draft_problems(vllm_config, checkpoint))
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        refuse(reading_problems(self, vllm_config))
+        refuse(reading_problems(self, checkpoint))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Loads the weights, then accounts for every tensor and every parameter."""
-        names: list[str] = []
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                names.append(name)
-                yield name, tensor
-
-        loaded = super().load_weights(noted())  # type: ignore[misc]
-        refuse(tensor_problems(names, {name for name, _ in self.named_parameters()}))  # type: ignore[attr-defined]
-        return loaded
+        renamed = ((name.replace("midlayer.", "layers.0."), tensor) for name, tensor in weights)
+        return LOADER.load(super().load_weights, self, renamed)[0]  # type: ignore[misc]
 
 
 class StrictDFlash(_Strict, DFlashQwen3ForCausalLM):  # type: ignore[misc]

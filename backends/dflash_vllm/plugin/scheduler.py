@@ -18,9 +18,8 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-import vllm
 from dflash_serve.last_run import LastRun
-from dflash_vllm.facts import GUESSED_COSTS
+from dflash_vllm.facts import GUESSED_COSTS, RELEASES
 
 from . import proof
 from .widths import observed, width_policy
@@ -101,7 +100,7 @@ class AsyncWidthScheduler(_FollowsLoad, AsyncScheduler):  # type: ignore[misc]
 
 def _last_run(config: Any) -> LastRun:
     model, parallel = config.model_config, config.parallel_config
-    conditions = [vllm.__version__, current_platform.get_device_name(), str(model.dtype), model.quantization]
+    conditions = [RELEASES.installed(), current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
     conditions += [config.speculative_config.enable_adaptive_verification]  # steps of trimmed blocks are shorter
     return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))

@@ -58,6 +58,5 @@ def observed(output: Any, result: Any, seconds: float | None, context_tokens: in
             ids.append(request_id)
             widths.append(width)
             accepted.append(len(tokens) - 1)
-    is_one_width = set(widths) <= {output.num_spec_tokens_to_schedule + 1}
-    is_clean = is_one_width and len(widths) == len(rows)
+    is_clean = set(widths) <= {output.num_spec_tokens_to_schedule + 1} and len(widths) == len(rows)
     return Step(ids, widths, accepted, seconds if is_clean else None, context_tokens)

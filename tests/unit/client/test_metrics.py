@@ -153,6 +153,7 @@ READINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "SGLang without counters": (GAUGE, ("SGLang", None, None, None, 3.5, [])),
     "SGLang's gauge of zero is unknown": (GAUGE.replace(" 3.5", " 0.0"), ("SGLang", None, None, None, None, [])),
     "our plug-in": (PLUG_IN + SGLANG, ("SGLang with dflash-serve", 50, 100, 50, 2.0, [0.8, 0.2])),
+    "our plug-in, on vLLM's page": (PLUG_IN + VLLM, ("vLLM with dflash-serve", 50, 100, 50, 2.0, [0.8, 0.2])),
     "our plug-in, scraped": (SCRAPED, ("SGLang with dflash-serve", 99, 297, 0, 1.0, [0.0, 0.0, 0.0])),
     "the same without our plug-in": (SCRAPED_ALONE, ("SGLang", 99, 693, 0, 1.0, [])),
     "TensorRT-LLM by position": (TENSORRT_LLM, ("TensorRT-LLM", 30, 80, 30, 2.0, [0.8, 0.2, 0.0])),
@@ -195,7 +196,7 @@ sglang:spec_accept_length{model_name="m"} 0.0
 @pytest.mark.parametrize(
     ("text", "speculates"),
     [
-        *((VLLM_PLAIN, False), (SGLANG_PLAIN, False), (VLLM, True), (SGLANG, True), (PLUG_IN, True), (OURS, True)),
+        *((VLLM_PLAIN, False), (SGLANG_PLAIN, False), (VLLM, True), (SGLANG, True), (SCRAPED, True), (OURS, True)),
         ('sglang:num_queue_reqs{model_name="m"} 0.0\n', None),  # it has answered nothing yet
     ],
 )

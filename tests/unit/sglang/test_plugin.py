@@ -22,7 +22,7 @@ from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_serve.speculation.width import AutoWidth
 from dflash_sglang.launch_plan import AUTO, WIDTH_VARIABLE, asked_width, narrow_widths
 from dflash_sglang.plugin import in_rows_of_the_buffer
-from dflash_sglang.plugin.refusals import NEUTRAL, StrictLoad, account, draft_problems, guarded, refusal
+from dflash_sglang.plugin.refusals import LOADER, NEUTRAL, StrictLoad, draft_problems, guarded, refusal
 from dflash_sglang.plugin.results import BatchWidths, Results, SpeculationMetrics
 from tests.support.heads import HEADS
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
@@ -67,7 +67,10 @@ def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs
 def test_every_tensor_and_parameter_is_accounted_for(
     names: list[str], more: list[str], unknown: list[str], missing: list[str]
 ) -> None:
-    assert account(names, [*PARAMETERS, *more]) == (unknown, missing)
+    found = [problem.what for problem in LOADER.problems(names, [*PARAMETERS, *more])]
+    parts = [f"unknown tensors: {', '.join(unknown)}"] if unknown else []
+    parts += [f"missing: {', '.join(missing)}"] if missing else []
+    assert found == ([f"the drafter does not fit its config.json: {'; '.join(parts)}"] if parts else [])
 
 
 def test_a_broken_draft_is_not_loaded_and_later_updates_touch_only_the_drafts_own_tensors() -> None:
@@ -122,7 +125,7 @@ def test_drafts_that_sglang_would_read_wrongly_are_found(
 
 def test_a_draft_that_only_sglang_can_find_is_left_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert draft_problems(server_args(tmp_path / "elsewhere")) == []
-    assert "the draft was not checked" in caplog.text
+    assert "only the names of the drafter's tensors are checked" in caplog.text
 
 
 GREEDY = SimpleNamespace(top_k=1, min_p=0.0, **NEUTRAL)
