@@ -40,7 +40,8 @@ SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
 With a cost table, it gives the widths before launch: a table by batch size."""
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
 SECRET = re.compile(
-    r"(^|[-_])((api|access|private|secret)[-_]?keys?|(api|access|auth|bearer|hf)[-_]?token|password|passwd|secret)$",
+    r"(^|[-_])((api|access|private|secret)[-_]?keys?|(api|access|auth|bearer|hf)[-_]?token|password|passwd|secret"
+    r"|credentials?)$",
     re.IGNORECASE,
 )
 """Names of arguments whose values are secrets."""
@@ -252,15 +253,16 @@ GPUS = {
 }
 
 
-def _refuse_secrets(where: str, given: Mapping[Any, Any]) -> None:
-    for name, value in given.items():
+def _refuse_secrets(where: str, given: Any) -> None:
+    if isinstance(given, list):
+        given = dict(enumerate(given))
+    for name, value in given.items() if isinstance(given, Mapping) else ():
         place = f"{where}.{name}"
         if SECRET.search(str(name)) and value is not None and not isinstance(value, bool):
             other = "leave it out, and give it to the engine by a file or a variable of its own"
             do = INSTEAD.get(str(name).replace("_", "-"), other)
             raise UserError("a secret here would be on a command line, which every user can read", where=place, do=do)
-        if isinstance(value, Mapping):
-            _refuse_secrets(place, value)
+        _refuse_secrets(place, value)
 
 
 class Deployment(Frozen):
@@ -285,9 +287,7 @@ class Deployment(Frozen):
     @classmethod
     def _has_no_secrets(cls, given: Any) -> Any:
         """Runs before all else, and raises no ValueError: pydantic's messages show values."""
-        arguments = given.get("engine_args") if isinstance(given, Mapping) else None
-        if isinstance(arguments, Mapping):
-            _refuse_secrets("engine_args", arguments)
+        _refuse_secrets("engine_args", given.get("engine_args") if isinstance(given, Mapping) else None)
         return given
 
 

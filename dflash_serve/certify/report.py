@@ -8,8 +8,7 @@ width that changes nothing is called faster by that rule in 2 % of cases after t
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ COLUMNS = ("users", "served with", "tokens/s", "tokens/s/user", "first token, ms
 DECIDING = 3  # Fewest rounds of a load that decide
 LOW = 0.8  # Share of the lowest published acceptance length below which acceptance is low
 NEAR_BEST = 0.95  # Share of the highest throughput that the recommended concurrency cap must reach
-SECRET = re.compile(r"(?i)(key|secret|password|credential|(^|[-_])token$)")
 
 
 class Expected(Frozen):
@@ -191,21 +189,6 @@ def _cap(found: Measurements, name: str) -> int | None:
     points = [p for p in found.points if p["variant"] == name and p["concurrency"] not in slower]
     best = max((point["throughput_per_device"] for point in points), default=0.0)
     return min((p["concurrency"] for p in points if p["throughput_per_device"] >= NEAR_BEST * best), default=None)
-
-
-def redacted(value: Any) -> Any:
-    """The value without secrets: those of keys, and of `--flags`, that are named like one."""
-    if isinstance(value, Mapping):
-        return {name: "***" if SECRET.search(name) and each else redacted(each) for name, each in value.items()}
-    if not isinstance(value, list | tuple):
-        return value
-    words, hidden = list[Any](), False
-    for word in value:
-        name, equals, _ = str(word).partition("=")
-        secret = name.startswith("--") and SECRET.search(name) is not None
-        words.append(f"{name}=***" if secret and equals else "***" if hidden else redacted(word))
-        hidden = secret and not equals
-    return words
 
 
 def write_certificate(certificate: Certificate, folder: Path) -> None:

@@ -139,7 +139,7 @@ SECRET_ARGUMENTS = {
         "ssl-keyfile-password": "without a password",
     },
     "vllm": {"api_key": "serving.api_key_file", "hf-token": "HF_TOKEN"},
-    "tensorrt-llm": {"storage": ""},
+    "tensorrt-llm": {"storage": "", "stores": "", "credentials": ""},
 }
 
 
@@ -147,7 +147,8 @@ SECRET_ARGUMENTS = {
     ("engine", "name", "do"), [(engine, *item) for engine, names in SECRET_ARGUMENTS.items() for item in names.items()]
 )
 def test_a_secret_is_refused_before_all_else_and_never_shown(tmp_path: Path, engine: str, name: str, do: str) -> None:
-    value: object = {"auth_token": "s3cr3t"} if name == "storage" else ["s3cr3t"] if name == "api_key" else "s3cr3t"
+    nested = {"auth_token": "s3cr3t"}
+    value = {"storage": nested, "stores": [nested], "api_key": ["s3cr3t"]}.get(name, "s3cr3t")
     path = tmp_path / "deployment.yaml"
     path.write_text(yaml.safe_dump({"engine_args": {engine: {name: value}}, "hardware": {"count": 0}}))  # and no target
     for read in (load_deployment, lambda file: Deployment.model_validate(yaml.safe_load(file.read_text()))):

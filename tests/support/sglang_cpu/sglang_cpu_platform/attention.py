@@ -61,32 +61,29 @@ def attend(
 ) -> torch.Tensor:
     """The last `rows` positions of every request over all of its K/V: a step costs what its rows cost, of any kind.
 
-    SGLang's own form computes every position of the context again for the rows of a block.
+    SGLang's own form computes every position of the context again for the rows of a block, request by request. Here
+    requests with as many rows go together, as far as the longest of them reaches.
 
     Args:
         table: the K/V entries by request, and the requests.
     """
-    start, (entries, requests) = 0, table
-    for request, length, width in zip(requests.tolist(), lengths.tolist(), rows.tolist(), strict=True):
-        mine = entries[request, :length]
-        keys, values = (part[mine].to(query.dtype).movedim(0, 1)[None] for part in cache)
-        asked = query[start : start + width].movedim(0, 1)[None]
-        mask = None
-        if sliding_window_size is not None and sliding_window_size > -1:
-            mask = _seen(width, length, sliding_window_size)
-        elif causal and width > 1:
-            mask = _seen(width, length, length)
-        found = scaled_dot_product_attention(asked, keys, values, mask, scale=scaling, enable_gqa=enable_gqa)
-        output[start : start + width] = found[0].movedim(1, 0)
-        start += width
+    (entries, requests), starts = table, rows.cumsum(0) - rows
+    window = -1 if sliding_window_size is None else sliding_window_size
+    for width in rows.unique().tolist():
+        chosen = (rows == width).nonzero().flatten()
+        ends = lengths[chosen][:, None, None]
+        others = torch.arange(int(ends.max()))
+        own = ends - width + torch.arange(width)[:, None]  # [requests, rows, 1]
+        mask = others <= own if causal or window > -1 else (others < ends).expand(-1, width, -1)
+        if window > -1:
+            mask &= others >= own - window
+        mine = entries[requests[chosen], : len(others)]
+        keys, values = (part[mine].to(query.dtype).transpose(1, 2) for part in cache)
+        places = starts[chosen][:, None] + torch.arange(width)
+        asked = query[places].transpose(1, 2)
+        found = scaled_dot_product_attention(asked, keys, values, mask[:, None], scale=scaling, enable_gqa=enable_gqa)
+        output[places] = found.transpose(1, 2)
     return output
-
-
-def _seen(rows: int, length: int, window: int) -> torch.Tensor:
-    """Which of `length` positions each of the last `rows` sees: itself and `window` before it."""
-    own = torch.arange(length - rows, length)[:, None]
-    others = torch.arange(length)[None]
-    return (others <= own) & (others >= own - window)
 
 
 def as_extend(batch: Any) -> SimpleNamespace:
