@@ -25,7 +25,7 @@ from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
-from tests.support.prompts import word_problems
+from tests.support.prompts import brief, word_problems
 from tests.support.sglang_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
@@ -190,7 +190,7 @@ def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> t
     """A verification of a server against the one that does not speculate."""
     store = Store(None, {})
     speculating, plain = (Endpoint(servers[one].ready.result().url, concurrency=CROWD) for one in (name, "plain"))
-    return store, Verification(plan, word_problems(VERIFIED), two_servers(speculating, plain), store).run()
+    return store, Verification(plan, brief(), two_servers(speculating, plain), store).run()
 
 
 @pytest.mark.timeout(1500)
@@ -210,7 +210,7 @@ def verified(servers: Mapping[str, Berth]) -> tuple[Store, Findings]:
 def again(store: Store, **changes: Any) -> Findings:
     """What the same answers say under other settings."""
     nobody = SubjectPair(lambda: nullcontext(Nobody()), lambda: nullcontext(Nobody()))
-    return Verification(PLAN.model_copy(update=changes), word_problems(VERIFIED), nobody, store).run()
+    return Verification(PLAN.model_copy(update=changes), brief(), nobody, store).run()
 
 
 def test_greedy_decoding_is_lossless(verified: tuple[Store, Findings]) -> None:

@@ -34,6 +34,12 @@ def human_eval(count: int) -> list[Messages]:
     return [user(prompt) for prompt in human_eval_prompts("tests")[:count]]
 
 
+def brief() -> list[Messages]:
+    """Four short ones, for verifications: vLLM on a CPU keeps no prefix shorter than 128 tokens."""
+    asked = ("Say hello.", "Name a colour.", "What is two plus two?", "Is water wet, and why?")
+    return [[{"role": "system", "content": ""}, *user(text)] for text in asked]
+
+
 def user(text: str) -> Messages:
     """A conversation of one user turn."""
     return [{"role": "user", "content": text}]

@@ -35,7 +35,7 @@ from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
 from dflash_vllm.launch_plan import static_schedule
-from tests.support.prompts import word_problems
+from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
 from tests.support.vllm_server import CROWD, Fleet, OnCpu, Server, fleet, smollm2
 
@@ -277,7 +277,7 @@ def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers:
     )
     urls = [servers[name].ready.result().url for name in ("3", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=CROWD) for url in urls))
-    found = Verification(plan, word_problems(8), pair, Store(None, {})).run()
+    found = Verification(plan, brief(), pair, Store(None, {})).run()
     assert (found.verdict, found.faults, found.unit) == ("lossless", {}, "token ids")
     assert all(one.identical == 4 for one in found.greedy)
     servers["plain"].left.set()
