@@ -36,7 +36,8 @@ def measure(requests: int) -> tuple[list[float], list[float]]:
     random, ids = Random(requests), [f"cmpl-{number:032x}-0" for number in range(requests)]
     ours: Any = scheduler.WidthScheduler()
     ours.running = [SimpleNamespace(request_id=one, num_computed_tokens=1000) for one in ids]
-    config = Mock(**{"speculative_config.method": "dflash", "speculative_config.draft_model_config.architectures": []})
+    asked = Mock(method="dflash", num_speculative_tokens=BLOCK - 1, **{"draft_model_config.architectures": []})
+    config = Mock(speculative_config=asked)
     logger = metrics.SpeculationMetrics(config, requests)
     choosing, logging, now = [], [], 0.0
     setattr(scheduler, "perf_counter", lambda: now)  # noqa: B010  # not exported
