@@ -45,16 +45,17 @@ class SlotCounters:
 
     def __init__(self, block_size: int, **labels: str) -> None:
         self._series = cache(lambda name, place: _counter(name, *labels).labels(*labels.values(), str(place)))
-        slots = dict.fromkeys(range(1, block_size), 0)
-        self.count({block_size: 0}, slots, slots)
+        slots = range(1, block_size)
+        for name, places in ((STEPS, (block_size,)), (OFFERED, slots), (ACCEPTED, slots)):
+            for place in places:
+                self._series(name, place)
 
     def count(self, steps: Mapping[int, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
         """Adds steps by width, and drafted tokens by slot, from 1 on."""
         for name, counts in ((STEPS, steps), (OFFERED, offered), (ACCEPTED, accepted)):
             for place, count in counts.items():
-                series = self._series(name, place)
                 if count > 0:
-                    series.inc(count)
+                    self._series(name, place).inc(count)
 
 
 @cache
