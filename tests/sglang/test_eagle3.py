@@ -31,7 +31,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         drafting = overlay_variants(deployment, [f"eagle3={Path(__file__).parents[2] / example}"], backend)
     variants = {"plain": deployed_variants(deployment, ["off"], backend)["off"], **drafting}
     wanted = {name: (variant, backend) for name, variant in variants.items()}
-    with fleet(tmp_path_factory.mktemp("servers"), wanted, at_once=1) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), wanted, at_once=2) as running:
         yield running
 
 

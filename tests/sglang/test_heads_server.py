@@ -52,7 +52,7 @@ def servers(
     wanted = {
         name: (deployment(models, requests=4, width=PAIRS[name][1]), OnCpu(IN_STEP)) for name, models in folders.items()
     }
-    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=1) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=2) as running:
         yield running
 
 
