@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 from dflash_serve.backend import SpeculationLines
@@ -45,10 +46,8 @@ class SlotCounters:
 
     def __init__(self, block_size: int, **labels: str) -> None:
         self._series = cache(lambda name, place: _counter(name, *labels).labels(*labels.values(), str(place)))
-        slots = range(1, block_size)
-        for name, places in ((STEPS, (block_size,)), (OFFERED, slots), (ACCEPTED, slots)):
-            for place in places:
-                self._series(name, place)
+        for name, place in [(STEPS, block_size), *product((OFFERED, ACCEPTED), range(1, block_size))]:
+            self._series(name, place)
 
     def count(self, steps: Mapping[int, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
         """Adds steps by width, and drafted tokens by slot, from 1 on."""

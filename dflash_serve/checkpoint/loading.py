@@ -7,7 +7,7 @@ start and accept nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,8 @@ class StrictLoader:
     """Parts of the names of tensors that a drafter may have and the engine does not use."""
     unfilled: tuple[str, ...]
     """Endings of our names of parameters that no tensor need fill."""
-    unread: Collection[str] = ()
-    """Other names of tensors (`tensors.ALIASES`) that the engine does not know."""
+    unread: Set[str] = frozenset()
+    """Other names of tensors (`tensors.ALIASES`) that the engine does not know, with or without `model.`."""
 
     def load(
         self, load: Callable[[Iterator[tuple[str, Tensor]]], Any], model: Any, weights: Iterable[tuple[str, Tensor]]
@@ -70,7 +70,7 @@ class StrictLoader:
         wanted = [part for parameter in sorted(parameters) for part in parts_of(parameter)]
         known, filled, unknown = set(wanted), set[str](), list[str]()
         for name in names:
-            parts = [name] if name.removeprefix("model.") in self.unread else parts_of(name)
+            parts = [name] if self.unread & {name, name.removeprefix("model.")} else parts_of(name)
             if known.issuperset(parts):
                 filled.update(parts)
             elif not any(spare in name for spare in self.spare):

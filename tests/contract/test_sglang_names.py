@@ -27,6 +27,7 @@ PLAN = "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 METHODS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort": ("error_msg",),
+    "sglang.srt.managers.schedule_batch.Req.finished": (),
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": (
         *("batch", "forward_batch", "is_verify", "skip_attn_backend_init"),
     ),
@@ -116,3 +117,9 @@ def test_its_worker_has_the_attributes_that_we_read() -> None:
     source = inspect.getsource(worker)
     assert [name for name in sorted(attributes()) if not hasattr(worker, name) and f"self.{name}" not in source] == []
     assert {"_draft_block_ids_buf", "_noise_embed_scale", "block_size"} <= attributes()
+
+
+def test_a_request_is_equal_to_itself_only() -> None:
+    """Penalties are counted by request."""
+    request = pkgutil.resolve_name("sglang.srt.managers.schedule_batch.Req")
+    assert (request.__eq__, request.__hash__) == (object.__eq__, object.__hash__)

@@ -220,6 +220,23 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
     assert counted(ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, 0]
 
 
+def test_every_decoded_step_has_one_width_and_is_counted_by_one_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may leave nothing of a draft. Of several API servers one is told the engine's drafts, and only one."""
+    from prometheus_client import REGISTRY
+
+    made_by = logger_class()
+    monkeypatch.setattr(sys.modules[made_by.__module__], "proof", lambda: None)
+    made, iteration = made_by(server("dflash"), 8), SimpleNamespace(inter_token_latencies_iter=[0.1] * 8)
+    drafting = SimpleNamespace(
+        num_drafts=5, num_draft_tokens_per_pos=[4, 3, 0, 0], num_accepted_tokens_per_pos=[1, 0, 0, 0]
+    )
+    made.record(SimpleNamespace(spec_decoding_stats=drafting), iteration)
+    made.record(None, iteration)
+    labels = {"model_name": "m", "engine": "8"}
+    found = [REGISTRY.get_sample_value(f"{STEPS}_total", {**labels, "width": str(width)}) for width in (1, 2, 3, 4, 5)]
+    assert found == [4, 1, 3, None, 0]
+
+
 @pytest.mark.parametrize(
     "failing",
     [

@@ -13,7 +13,7 @@ Shapes: n requests in a batch, p of them penalised, w slots verified, V the voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Penalties:
 
     def __init__(self, vocab_size: int, device: Any) -> None:
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._slots: dict[str, int] = {}  # row of the tables by request
+        self._slots: dict[Any, int] = {}  # row of the tables by request; a client may give its id to another one later
         self._free: list[int] = []
         self._counts = torch.zeros(0, vocab_size, device=device)  # of an answer's tokens up to and without its anchor
         self._stops = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)  # excluded before min_new_tokens
@@ -45,7 +45,7 @@ class Penalties:
 
     def concern(self, requests: Sequence[Any]) -> bool:
         """True if one of the requests is penalised."""
-        return bool(self._slots) and any(request.rid in self._slots for request in requests)
+        return bool(self._slots) and any(request in self._slots for request in requests)
 
     def at_prefill(self, batch: Any) -> None:
         """Counts what a request has put out before its prefill (after a retraction), and penalises its next token.
@@ -56,7 +56,7 @@ class Penalties:
         for i, request in enumerate(batch.reqs):
             if not penalties_of(request.sampling_params):
                 continue
-            slot = self._slots.get(request.rid)
+            slot = self._slots.get(request)
             if i >= first and slot is not None:
                 anchor = batch.input_ids[i - len(batch.reqs)]
                 self._counts[slot].index_add_(0, anchor.view(1), self._counts.new_ones(1))
@@ -92,12 +92,10 @@ class Penalties:
         taken = torch.arange(tokens.shape[1], device=tokens.device) < gained[batch.rows][:, None]
         places = batch.slots[:, None] * self.vocab_size + tokens[batch.rows]
         self._counts.view(-1).scatter_add_(0, places.flatten(), taken.flatten().to(self._counts.dtype))
-        for rid in self._slots.keys() - {request.rid for request in requests}:
-            self._free.append(self._slots.pop(rid))
+        self._forget(self._slots.keys() - set(requests))
 
     def _of(self, requests: Sequence[Any]) -> _Penalised:
-        rids = [request.rid for request in requests]
-        places = tuple((i, self._slots[rid]) for i, rid in enumerate(rids) if rid in self._slots)
+        places = tuple((i, self._slots[one]) for i, one in enumerate(requests) if one in self._slots)
         if self._batch is None or self._batch.places != places:
             rows, slots = (self._sent([place[part] for place in places], torch.int64) for part in (0, 1))
             with_stops = any(requests[i].sampling_params.min_new_tokens > 0 for i, _ in places)
@@ -106,12 +104,13 @@ class Penalties:
 
     def _start(self, request: Any) -> int:
         """Gives a request a row of the tables, filled with what it has put out."""
-        rid = request.rid
-        if rid not in self._slots:
+        if request not in self._slots:
+            if not self._free:  # no step came after the prefill of those that ended with it
+                self._forget([one for one in self._slots if one.finished()])
             if not self._free:
                 self._grow()
-            self._slots[rid] = self._free.pop()
-        slot, self._batch = self._slots[rid], None
+            self._slots[request] = self._free.pop()
+        slot, self._batch = self._slots[request], None
         params = request.sampling_params
         put_out = self._sent(list(request.output_ids), torch.int64)
         self._counts[slot].zero_().index_add_(0, put_out, self._counts.new_ones(len(put_out)))
@@ -120,6 +119,9 @@ class Penalties:
         numbers = [params.frequency_penalty, params.presence_penalty, params.repetition_penalty, params.min_new_tokens]
         self._knobs[slot].copy_(self._sent(numbers, torch.float32))
         return slot
+
+    def _forget(self, requests: Iterable[Any]) -> None:
+        self._free += [self._slots.pop(request) for request in requests]
 
     def _grow(self) -> None:
         known = len(self._counts)

@@ -60,11 +60,12 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
         yield Problem(what, "--speculative-num-draft-tokens", do)
 
 
+READ = {"encoder.fc.weight", "encoder.output_norm_enc.weight"}  # other names that it knows, without `model.` only
 LOADER = StrictLoader(
     spare=("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale"),  # it takes the target's embedding, head
     # Filled by a quantisation method if the checkpoint does not.
     unfilled=("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale"),
-    unread=ALIASES.keys() - {"encoder.fc.weight", "encoder.output_norm_enc.weight"},
+    unread=ALIASES.keys() - READ | {f"model.{name}" for name in READ},
 )
 
 

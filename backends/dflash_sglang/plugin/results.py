@@ -128,13 +128,13 @@ class SpeculationMetrics:
 
 
 def watch(worker: Any) -> None:
-    """Attaches metrics to a built worker, on the first rank and if SGLang's metrics are on."""
+    """Attaches metrics to a built worker, if SGLang's are on, on the first of the ranks that have the same requests."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils.device_timer import DeviceTimer
 
-    settings = resolving_view(worker.server_args)
-    if not settings.enable_metrics or get_parallel().tp_rank != 0:
+    settings, parallel = resolving_view(worker.server_args), get_parallel()
+    if not settings.enable_metrics or (parallel.attn_tp_rank, parallel.attn_cp_rank) != (0, 0):
         return
     metrics = SpeculationMetrics(settings.served_model_name, int(settings.speculative_num_draft_tokens or 1))
     RESULTS.listeners.append(metrics.verified)

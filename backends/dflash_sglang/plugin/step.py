@@ -276,9 +276,12 @@ def _accept(
     dense = worker._draft_probs_buf  # of the selector, all zeros between steps: any shape can be cut out of it
     if worker._selector_sample is not None:
         worker._selector_sample = tuple(part[:, : width - 1] for part in worker._selector_sample)
-        if dense is not None:
-            row = (width - 1) * dense.shape[-1]
-            worker._draft_probs_buf = dense.view(-1)[: dense.numel() // row * row].view(-1, width - 1, dense.shape[-1])
+        entries, vocab = requests * (width - 1), logits.next_token_logits.shape[-1]
+        has, needs = 0 if dense is None else len(dense), -(-entries // (block - 1))
+        if has < needs:  # in whole blocks: of a buffer of another shape SGLang would double the number of requests
+            shape = max(needs, 2 * has), block - 1, vocab
+            dense = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
+        worker._draft_probs_buf = dense.view(-1, vocab)[:entries].view(requests, width - 1, vocab)
     try:
         _, gained, bonus, out_tokens, lengths = worker._accept_block(
             candidates=tokens,
@@ -290,9 +293,7 @@ def _accept(
             target_predict=best,
         )
     finally:
-        worker.block_size = block
-        if dense is not None and worker._draft_probs_buf.numel() <= dense.numel():
-            worker._draft_probs_buf = dense
+        worker.block_size, worker._draft_probs_buf = block, dense
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
 
 

@@ -145,6 +145,8 @@ def whole_only(worker: WidthWorker) -> str | None:
     kind = type(getattr(worker.model_runner.attn_backend, "linear_attn_backend", None)).__name__
     states_by_width = {"GDNAttnBackend": True, "Mamba2AttnBackend": mamba.mamba_backend == "triton"}.get(kind, False)
     reasons = {
+        # Where requests come prefilled, penalties would miss them.
+        "it is one half of a disaggregated pair": get_disagg().disaggregation_mode != "null",
         "the draft has a LiLiCorr or Domino head": worker.lilicorr is not None or worker._is_domino,
         "the drafter's block has one slot": worker.block_size < 2,
         f"the target's recurrent layers ({kind}) take one width": worker._need_mamba_verify_commit

@@ -33,10 +33,10 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         """Counts one step of the engine. Raises nothing: an error of a stat logger ends vLLM's engine."""
-        if not self.counts:
+        if not self.counts or scheduler_stats is None:  # of several API servers one is told, for all
             return
         try:
-            self._record(getattr(scheduler_stats, "spec_decoding_stats", None), iteration_stats)
+            self._record(scheduler_stats.spec_decoding_stats, iteration_stats)
         except Exception:
             logger.exception("dflash-serve: slots and widths are no longer counted")
             self.counts = False
@@ -46,8 +46,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
         decoding = len(iteration.inter_token_latencies_iter) if iteration else 0
         offered = list(drafting.num_draft_tokens_per_pos) if drafting else []
         # A step of width w offers slots 1 to w - 1, so this is the number of steps of widths 1, 2, ...
-        wide = [here - wider for here, wider in zip(offered, [*offered[1:], 0], strict=False)]
-        steps = [decoding - (drafting.num_drafts if drafting else 0), *wide]
+        steps = [here - wider for here, wider in zip([decoding, *offered], [*offered, 0], strict=True)]
         accepted = drafting.num_accepted_tokens_per_pos if drafting else ()
         self.counters.count(*(dict(enumerate(counts, start=1)) for counts in (steps, offered, accepted)))
 

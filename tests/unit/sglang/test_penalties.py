@@ -24,12 +24,23 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def request(rid: str, output: list[int], **params: float) -> Any:
+class Request:
+    """As much of SGLang's Req. It is equal to itself only, like that."""
+
     tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=STOP)
-    sampling_params = SimpleNamespace(**{**NEUTRAL, **params})
-    return SimpleNamespace(
-        rid=rid, output_ids=output, sampling_params=sampling_params, eos_token_ids={STOP}, tokenizer=tokenizer
-    )
+    eos_token_ids = frozenset({STOP})
+    has_ended = False
+
+    def __init__(self, rid: str, output_ids: list[int], params: dict[str, float]) -> None:
+        self.rid, self.output_ids = rid, output_ids
+        self.sampling_params = SimpleNamespace(**{**NEUTRAL, **params})
+
+    def finished(self) -> bool:
+        return self.has_ended
+
+
+def request(rid: str, output: list[int], **params: float) -> Any:
+    return Request(rid, output, params)
 
 
 class Information:
@@ -90,6 +101,25 @@ def test_requests_that_are_gone_are_forgotten_and_others_cost_nothing() -> None:
     information: Any = prefilled(penalties, [request("c", [3], frequency_penalty=1.0, min_new_tokens=2)])
     expected = torch.zeros(VOCAB).index_fill(0, torch.tensor([3]), -1.0).index_fill(0, torch.tensor([STOP]), -torch.inf)
     assert torch.equal(information.acc_additive_penalties[0], expected), "nothing is left of who had the row before"
+
+
+def test_the_id_of_a_request_that_was_penalised_may_come_again_without_penalties() -> None:
+    penalties, again = Penalties(VOCAB, "cpu"), request("a", [])
+    prefilled(penalties, [request("a", [5], presence_penalty=1.0)])
+    prefilled(penalties, [again])
+    assert not penalties.concern([again])
+
+
+def test_requests_that_end_with_their_prefill_leave_no_rows_behind() -> None:
+    """No step comes after them, where one token is asked for."""
+    penalties, decoding = Penalties(VOCAB, "cpu"), request("decoding", [], presence_penalty=1.0)
+    prefilled(penalties, [decoding])
+    for i in range(40):
+        asked = request(str(i), [], presence_penalty=1.0)
+        prefilled(penalties, [asked])
+        asked.has_ended = True
+    assert len(penalties._counts) == 8
+    assert penalties.concern([decoding])
 
 
 def test_a_prefills_token_is_penalised_by_all_that_its_own_request_has_put_out() -> None:

@@ -59,6 +59,12 @@ def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs
         ([n.replace("fc.weight", "fc.weight_packed") for n in TENSORS], [], ["fc.weight_packed"], ["fc.weight"]),
         (TENSORS, [CODEBOOK], [], [CODEBOOK]),
         (["encoder.fc.weight" if n == "fc.weight" else n for n in TENSORS], [], [], []),
+        (
+            ["model.encoder.fc.weight" if n == "fc.weight" else n for n in TENSORS],
+            [],
+            ["model.encoder.fc.weight"],
+            ["fc.weight"],
+        ),
         ([*TENSORS, f"{CODEBOOK}.weight"], [CODEBOOK], [f"{CODEBOOK}.weight"], [CODEBOOK]),
         (TENSORS, ["layers.0.attention_conv.base_kernel"], [], ["layers.0.attention_conv.base_kernel"]),
         (TENSORS, ["fc.weight_scale", "fc.input_scale"], [], []),  # a quantisation makes them itself
