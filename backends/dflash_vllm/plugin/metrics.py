@@ -27,7 +27,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             proof()
             asked = vllm_config.speculative_config
             if asked.method in METHODS and (others := set(asked.draft_model_config.architectures) - STRICT.keys()):
-                logger.warning("dflash-serve: not checked in vLLM: tensors and settings of a %s drafter", *others)
+                logger.warning("dflash-serve: not checked in vLLM: tensors and settings of %s", sorted(others))
             model = str(vllm_config.model_config.served_model_name)
             self.counters = SlotCounters(asked.num_speculative_tokens + 1, model_name=model, engine=str(engine_index))
 
