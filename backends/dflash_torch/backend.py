@@ -136,7 +136,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
         filled = with_batch_size(deployment)
         written = PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", filled.model_dump_json(indent=1))
-        return Preview([written], list(choices(deployment, filled)))
+        notes = [f"on this machine, {problem}" for problem in memory_problems(filled, *sizes(filled))]
+        return Preview([written], list(choices(deployment, filled)), notes)
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
