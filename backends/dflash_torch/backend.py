@@ -61,7 +61,7 @@ ONE_ENGINE = {
     "parallel.context": "tensorrt-llm",
     "drafter.quantization": "tensorrt-llm",
 }
-"""Fields that, of SGLang and TensorRT-LLM, only one serves."""
+"""Fields that only one other backend serves."""
 
 
 class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
@@ -161,8 +161,8 @@ def _target_problems(target: Model) -> list[Problem]:
 def _unsupported(deployment: Deployment) -> list[Problem]:
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
     instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
-    other = {field: ONE_ENGINE.get(field, "sglang or tensorrt-llm") for field in asked}
-    do = {field: f"leave it out, or serve with --backend {engine}" for field, engine in other.items()} | instead
+    other = {field: f"--backend {ONE_ENGINE[field]}" if field in ONE_ENGINE else "another --backend" for field in asked}
+    do = {field: f"leave it out, or serve with {engine}" for field, engine in other.items()} | instead
     return [
         Problem(f"the embedded backend has no such thing (given: {value!r})", field, do[field])
         for field, value in asked.items()

@@ -77,7 +77,8 @@ def serve(
 ) -> None:
     """Serve a target and its drafter behind an OpenAI-compatible API.
 
-    Words after -- go to the engine's own server as they are: `serve deployment.yaml -- --mem-fraction-static 0.9`.
+    Words after -- go to the engine's own server as they are:
+    `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
     options.require_target("serve", deployment, target)
     if backend_name != EMBEDDED:

@@ -95,6 +95,8 @@ def test_messages_name_only_verbs_that_exist() -> None:
 def test_there_is_one_version_number() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/dflash-serve/Chart.yaml").read_text())
     assert chart["appVersion"] == dflash_serve.__version__
+    argo = yaml.safe_load((ROOT / "examples/helm/argo-cd.yaml").read_text())
+    assert chart["version"] == argo["spec"]["source"]["targetRevision"]
     flux = next(yaml.safe_load_all((ROOT / "examples/helm/flux.yaml").read_text()))
     assert chart["version"].startswith(flux["spec"]["ref"]["semver"].removesuffix("x"))
     assert f"## {dflash_serve.__version__}" in (ROOT / "CHANGELOG.md").read_text()
