@@ -401,7 +401,7 @@ def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
         return CostModel.model_validate_json(read_text(Path(path), CONFIG))
     except (UserError, ValidationError) as error:
         do = "give seconds by rows (target) and by requests (draft), or leave it out"
-        why = error.what if isinstance(error, UserError) else first_line(error)
+        why = error.what if isinstance(error, UserError) else describe(error)
         raise UserError(f"no cost table ({why})", where=path, do=do) from None
 
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import JsonValue
 
-from dflash_serve.backend import Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
+from dflash_serve.backend import Backend, Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
@@ -362,6 +362,12 @@ class ServerAdapter(ABC, Generic[Plan]):
 
     def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
         return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
+
+
+def drafting_argument(backend: Backend, deployment: Deployment) -> str | None:
+    """The argument in `engine_args` that makes the engine draft without a drafter of ours; None = there is none."""
+    own = backend.drafting_arguments if isinstance(backend, ServerAdapter) else ()
+    return next((name for name in deployment.engine_args.get(backend.name, {}) if name.replace("-", "_") in own), None)
 
 
 @contextmanager

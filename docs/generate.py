@@ -46,7 +46,7 @@ def _parameters(command: Any) -> Iterator[str]:
     for parameter in command.params:
         if parameter.name == "help":
             continue
-        named = ", ".join(f"`{option}`" for option in parameter.opts if option.startswith("-"))
+        named = ", ".join(f"`{one}`" for one in (*parameter.opts, *parameter.secondary_opts) if one.startswith("-"))
         named = named or f"`{(parameter.metavar or parameter.name).strip('[]').upper()}`"
         yield f"| {named} | {_default(parameter)} | {_cell(parameter.help or '')} |"
 

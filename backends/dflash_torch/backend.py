@@ -61,7 +61,7 @@ ONE_ENGINE = {
     "parallel.context": "tensorrt-llm",
     "drafter.quantization": "tensorrt-llm",
 }
-"""Fields that, of SGLang and TensorRT-LLM, only one serves."""
+"""Fields that only one other backend serves."""
 
 
 class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
@@ -136,7 +136,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
         filled = with_batch_size(deployment)
         written = PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", filled.model_dump_json(indent=1))
-        return Preview([written], list(choices(deployment, filled)))
+        notes = [f"on this machine, {problem}" for problem in memory_problems(filled, *sizes(filled))]
+        return Preview([written], list(choices(deployment, filled)), notes)
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
@@ -160,8 +161,8 @@ def _target_problems(target: Model) -> list[Problem]:
 def _unsupported(deployment: Deployment) -> list[Problem]:
     asked = _leaves(deployment.model_dump(exclude_defaults=True))
     instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
-    other = {field: ONE_ENGINE.get(field, "sglang or tensorrt-llm") for field in asked}
-    do = {field: f"leave it out, or serve with --backend {engine}" for field, engine in other.items()} | instead
+    other = {field: f"--backend {ONE_ENGINE[field]}" if field in ONE_ENGINE else "another --backend" for field in asked}
+    do = {field: f"leave it out, or serve with {engine}" for field, engine in other.items()} | instead
     return [
         Problem(f"the embedded backend has no such thing (given: {value!r})", field, do[field])
         for field, value in asked.items()

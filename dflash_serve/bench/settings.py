@@ -15,7 +15,7 @@ from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs
-from dflash_serve.server_adapter import ServerAdapter, resolve
+from dflash_serve.server_adapter import drafting_argument, resolve
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
 
@@ -174,10 +174,9 @@ def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Bac
     Raises:
         UserError: an unknown word, speculation without a drafter, or arguments that make `off` draft.
     """
-    for name in deployment.engine_args.get(backend.name, {}):
-        if isinstance(backend, ServerAdapter) and name.replace("-", "_") in backend.drafting_arguments:
-            do = "leave it out, and put it into an overlay: --variant NAME=FILE"
-            raise UserError("the variants say how it drafts", where=f"engine_args.{backend.name}.{name}", do=do)
+    if (name := drafting_argument(backend, deployment)) is not None:
+        do = "leave it out, and put it into an overlay: --variant NAME=FILE"
+        raise UserError("the variants say how it drafts", where=f"engine_args.{backend.name}.{name}", do=do)
     found = {}
     for word in asked:
         if word != OFF and deployment.drafter is None:

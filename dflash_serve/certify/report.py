@@ -18,7 +18,7 @@ from dflash_serve.bench.settings import AUTO, OFF
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.settings import Frozen
-from dflash_serve.common.store import difference
+from dflash_serve.common.store import differences
 from dflash_serve.errors import UserError
 
 JSON, HTML = "certificate.json", "certificate.html"
@@ -250,5 +250,4 @@ def _changes(old: Certificate, new: Certificate) -> Iterator[str]:
     kept, found = (one.model_dump(mode="json", include=set(fields)) for one in (old, new))
     for side in (kept, found):
         del side["environment"]["date"]
-    if kept != found:
-        yield from difference(found, kept).replace(" there, ", " before, ").replace(" here", " now").split("; ")
+    return (f"{name}: {before} before, {now} now" for name, now, before in differences(found, kept))

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dflash_serve.backend import Backend, backend, installed
@@ -133,7 +132,7 @@ def convert(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[To, typer.Option("--to", help="Dialect to write.")],
+    to: Annotated[To, typer.Option("--to", help=f"Dialect to write: {', '.join(To)}.")],
     target: options.Target = None,
     revision: options.Revision = None,
     full_vocabulary: Annotated[bool, typer.Option("--full-vocabulary", help=FULL)] = False,
@@ -309,10 +308,8 @@ def _as_json(checkpoint: Checkpoint, problems: list[Problem], notes: list[str]) 
 def _print(checkpoint: Checkpoint, problems: list[Problem], notes: list[str], *, quiet: bool) -> None:
     console = Console(soft_wrap=True)
     if not quiet:
-        table = Table(box=None, show_header=False, pad_edge=False)
         for name, value in _rows(checkpoint):
-            table.add_row(Text(name, style="bold"), Text(value))
-        console.print(table)
+            console.print(Text(f"{name:15}", style="bold").append(value, style="default"))
         for note in notes:
             console.print(Text("note  ", style="bold yellow").append(note, style="default"))
     for line in listed(problems):

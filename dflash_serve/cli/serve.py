@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +21,10 @@ from dflash_serve.backend import EMBEDDED, Command, Preview, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.processes import require_program
+from dflash_serve.common.processes import missing_program, require_program
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
-from dflash_serve.server_adapter import HINT, Launch, resolve
+from dflash_serve.server_adapter import HINT, Launch, drafting_argument, resolve
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
@@ -77,7 +77,8 @@ def serve(
 ) -> None:
     """Serve a target and its drafter behind an OpenAI-compatible API.
 
-    Words after -- go to the engine's own server as they are: `serve deployment.yaml -- --mem-fraction-static 0.9`.
+    Words after -- go to the engine's own server as they are:
+    `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
     options.require_target("serve", deployment, target)
     if backend_name != EMBEDDED:
@@ -88,7 +89,8 @@ def serve(
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     chosen = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
-    if chosen.drafter is None and chosen.speculation.width != "off" and not quiet:
+    plain = chosen.drafter is None and drafting_argument(backend, chosen) is None
+    if plain and chosen.speculation.width != "off" and not quiet:
         print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
     launch = resolve(backend, chosen)
     if dry_run:
@@ -177,6 +179,9 @@ def show_launch(launch: Launch, folder: Path, host: str, port: int, *, as_json: 
     try:
         command = launch.command(folder, host=host, port=port)
         told = launch.preview(folder)
+        if missing := missing_program(command.argv):
+            note = f"{missing} is not installed here, so its own checks of the model and of arguments were not made"
+            told = replace(told, notes=[*told.notes, note])
     except UserError as error:  # most often a problem has said it already
         problems = problems or [error.problem()]
     if as_json:
@@ -232,5 +237,5 @@ def _lines(
     yield "chosen, where the deployment leaves it open"
     yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in told.choices)
     if told.notes:
-        yield f"what {backend} does otherwise"
+        yield "notes"
         yield from (f"{INDENT}{note}" for note in told.notes)

@@ -47,11 +47,16 @@ def require_program(argv: Sequence[str], backend_name: str) -> None:
     Raises:
         UserError: the program, or the module that Python would run, is not installed here.
     """
+    if missing := missing_program(argv):
+        do = f"start it where --backend {backend_name} is installed, or look at it with `serve --dry-run`"
+        raise UserError("not installed in this environment", where=missing, do=do)
+
+
+def missing_program(argv: Sequence[str]) -> str | None:
+    """The program of a command, or the module that Python would run, where it is not installed here; else None."""
     module = argv[2].partition(".")[0] if len(argv) > 2 and argv[1] == "-m" else None
     there = find_spec(module) is not None if module else shutil.which(argv[0]) is not None
-    if not there:
-        do = f"start it where --backend {backend_name} is installed, or look at it with --dry-run"
-        raise UserError("not installed in this environment", where=module or argv[0], do=do)
+    return None if there else module or argv[0]
 
 
 def run_command(argv: Sequence[str], log: Path, *, env: Mapping[str, str]) -> int:

@@ -65,7 +65,12 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> st
     if first["type"] == "extra_forbidden":
         hint = did_you_mean(parts[-1], _keys(model, parts[:-1]), prefix="".join(f"{part}." for part in parts[:-1]))
         return "; ".join(part for part in (f"unknown key {field}", hint) if part)
-    return f"{field}: {first['msg'].removeprefix('Value error, ')} (given: {first['input']!r})"
+    if first["type"] == "missing":
+        return f"{field} is missing"
+    if first["type"] == "model_type" and (keys := _keys(model, parts)):
+        return f"{field}: not a mapping (given: {first['input']!r}); its keys are {', '.join(keys)}"
+    what = first["msg"].removeprefix("Value error, ")
+    return f"{field}: {what} (given: {first['input']!r})" if field else what
 
 
 def first_mistake(error: ValidationError) -> ErrorDetails:

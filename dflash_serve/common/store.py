@@ -41,7 +41,18 @@ def digest(made_by: object) -> str:
 
 def difference(mine: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """The settings in which two keys differ, for a message: `plan.samples: 64 there, 128 here`."""
-    return "; ".join(_differences(mine, kept, "")) or "other settings"
+    found = (f"{name}: {other!s:.60} there, {one!s:.60} here" for name, one, other in differences(mine, kept))
+    return "; ".join(found) or "other settings"
+
+
+def differences(mine: Mapping[str, Any], kept: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each setting in which two keys differ, `plan.samples`, with its value in both; None = not set."""
+    for name in sorted({*mine, *kept}):
+        one, other, path = mine.get(name), kept.get(name), f"{above}{name}"
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from differences(one, other, f"{path}.")
+        elif one != other:
+            yield path, one, other
 
 
 class Store:
@@ -214,12 +225,3 @@ def keep_record(path: Path, record: BaseModel, otherwise: str) -> None:
         write_whole(path, record.model_dump_json(indent=1))
     except UserError as error:
         log.warning("%s: %s", otherwise, error)
-
-
-def _differences(mine: Mapping[str, Any], kept: Mapping[str, Any], above: str) -> Iterator[str]:
-    for name in sorted({*mine, *kept}):
-        one, other, path = mine.get(name), kept.get(name), f"{above}{name}"
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differences(one, other, f"{path}.")
-        elif one != other:
-            yield f"{path}: {other!s:.60} there, {one!s:.60} here"

@@ -177,7 +177,7 @@ def template(name: str, given: Document) -> str:
     helm = shutil.which("helm")
     if helm is None:
         do = "install helm 3.17 or newer (helm.sh), or use --render helm and take the values to a machine with helm"
-        raise UserError("helm is not installed; it makes the manifests from the chart", where="helm", do=do)
+        raise UserError("not installed; it makes the manifests from the chart", where="helm", do=do)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
         file.write_text(_yaml(given), encoding="utf-8")

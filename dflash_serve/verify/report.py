@@ -29,7 +29,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import PACKAGES, now, versions
@@ -331,7 +331,8 @@ def show(report: VerifyReport, console: Console) -> None:
 
 
 def _tokens(found: Findings) -> Table:
-    table = Table("token for token", "prompts", "identical", f"{found.unit} compared", "near-ties", "faults")
+    case = Column("token for token", no_wrap=True)
+    table = Table(case, "prompts", "identical", f"{found.unit} compared", "near-ties", "faults")
     for one in (*found.greedy, *found.exact, *((found.seeded,) if found.seeded else ())):
         if one.refused:
             table.add_row(one.case, "refused")

@@ -212,4 +212,6 @@ def test_the_notes_say_what_to_do_next() -> None:
     assert re.search(r"The build \w{12} is there", text)
     assert "helm -n serving test trial" in text
     assert "deployment.target.revision is not set" in text
-    assert "revision is not set" not in notes(case("sglang"))
+    assert "revision is not set" not in (without_keys := notes(case("sglang")))
+    keys = '-H "Authorization: Bearer $KEY"'
+    assert (keys in notes(case("torch-on-a-cpu")), keys in without_keys) == (True, False)

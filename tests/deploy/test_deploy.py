@@ -188,5 +188,5 @@ def test_without_helm_and_where_helm_refuses_it_is_one_line(write: Any, monkeypa
     assert "deployment.role: prefill is one half of a pair" in refusal(write(role="prefill"), *words)
     monkeypatch.setenv("PATH", "/nowhere")
     line = refusal(write(), *words)
-    assert line.startswith("helm: helm is not installed")
+    assert line.startswith("helm: not installed")
     assert "--render helm" in line

@@ -143,6 +143,10 @@ def test_two_certificates_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = written(tmp_path / "old", conclude(measured()))
+    cores = " here; ".join(["2 cores"] * 20)  # long, with the words of another message
+    other = written(tmp_path / "other", conclude(measured(environment={"versions": {}, "date": "", "hardware": cores})))
+    call(monkeypatch, "certify", "--compare", old, other)
+    assert f"environment.hardware: None before, {cores} now" in capsys.readouterr().out.splitlines()
     same = written(tmp_path / "same", conclude(measured(environment={"versions": {}, "date": "later"})))
     new = written(tmp_path / "new", conclude(measured(version="0.5.1", speed={1: (1.2, 1.15, 1.25), 8: EVEN})))
     assert call(monkeypatch, "certify", "--compare", old, new) == 1

@@ -69,6 +69,8 @@ MISTAKES = {
     "target: {model: x}\nserving: {served_model_name: --foo}": "begins with no dash",
     "target: {model: x}\nserving: {served_model_name: ''}": "one line of visible characters",
     'target: {model: x}\nserving: {served_model_name: "a\\nb"}': "one line of visible characters",
+    "drafter: {model: x}": "bad.yaml: target is missing",
+    "target: {model: x}\ndrafter: x": "drafter: not a mapping (given: 'x'); its keys are model, revision, quantization",
     "target: {model: x}\nlimits: {}\nlimits: {}": "the key 'limits' is given twice, in lines 2 and 3",
     "target: {model: x,\n  revision: a,\n  'model': y}": "the key 'model' is given twice, in lines 1 and 3",
 }

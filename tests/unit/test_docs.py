@@ -48,6 +48,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "architecture" / "index.html").is_file()
 
 
+def test_every_page_is_in_the_sites_navigation_and_on_its_first_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert {file for entry in navigation for file in entry.values()} == pages
+    linked = set(re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE))
+    assert linked | {"index.md"} == pages
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/architecture.md", "examples/README.md"]
 )
@@ -64,6 +72,18 @@ def test_the_readme_is_short_and_names_only_verbs_that_exist() -> None:
     assert set(re.findall(r"[$;] dflash-serve ([a-z]+) ", text)) <= verbs
 
 
+def test_commands_on_pages_have_only_options_that_exist() -> None:
+    commands = generator().typer.main.get_command(app).commands
+    examples = (path for path in (ROOT / "examples").rglob("*") if path.suffix in (".md", ".py", ".yaml"))
+    for page in (ROOT / "README.md", ROOT / "deploy" / "README.md", *(ROOT / "docs").glob("*.md"), *examples):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for verb, words in re.findall(r"dflash-serve ([a-z]+)\b([^`#\n]*)", text):
+            if verb in commands:
+                known = {one for option in commands[verb].params for one in (*option.opts, *option.secondary_opts)}
+                used = set(re.findall(r"\s(--[a-z-]+)", words.split(" -- ")[0]))
+                assert used <= known, f"{page.relative_to(ROOT)}: dflash-serve {verb}: {used - known}"
+
+
 def test_messages_name_only_verbs_that_exist() -> None:
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback}
     for folder in ("dflash_serve", "backends", "engines", "deploy"):
@@ -75,5 +95,9 @@ def test_messages_name_only_verbs_that_exist() -> None:
 def test_there_is_one_version_number() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/dflash-serve/Chart.yaml").read_text())
     assert chart["appVersion"] == dflash_serve.__version__
+    argo = yaml.safe_load((ROOT / "examples/helm/argo-cd.yaml").read_text())
+    assert chart["version"] == argo["spec"]["source"]["targetRevision"]
+    flux = next(yaml.safe_load_all((ROOT / "examples/helm/flux.yaml").read_text()))
+    assert chart["version"].startswith(flux["spec"]["ref"]["semver"].removesuffix("x"))
     assert f"## {dflash_serve.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert "dynamic" in (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]

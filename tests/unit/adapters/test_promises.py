@@ -119,6 +119,15 @@ def test_measurements_that_auto_cannot_read_are_found(
 
 
 @every_engine
+def test_a_wrong_cost_table_names_its_key(
+    engine: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cost.json").write_text('{"target": {"1": 0.1}}')
+    monkeypatch.setenv(COST_TABLE, str(tmp_path / "cost.json"))
+    assert "no cost table (draft is missing)" in problems(engine, fields)
+
+
+@every_engine
 def test_a_target_that_hands_out_no_features_or_is_anothers_is_found(engine: str, fields: dict[str, Any]) -> None:
     target = Path(fields["target"]["model"]) / "config.json"
     family = "qwen2" if engine == "tensorrt-llm" else "mamba2"

@@ -82,7 +82,7 @@ def test_the_embedded_engine_refuses_an_overlay_of_other_engines(deployment: Dep
     [
         ("- a list", "not a mapping"),
         ("speculation: {widht: 3}", "unknown key speculation.widht; did you mean speculation.width"),
-        ("target: null", "target: Field required"),
+        ("target: null", "target is missing"),
         ("drafter: {model: '${UNHEARD_OF}'}", "is not set"),
     ],
 )

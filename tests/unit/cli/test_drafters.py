@@ -75,7 +75,7 @@ def test_it_describes_the_drafter(config: dict[str, Any], dialect: str, words: l
     folder = write_tiny_drafter(tmp_path / "drafter", described, dtype=torch.bfloat16, dialect=dialect)
     result = run("inspect", folder)
     assert result.exit_code == 0
-    assert [word for word in (*words, "no problems found") if word not in result.output] == []
+    assert [word for word in (*words, str(folder), "no problems found") if word not in result.output] == []
     report = json.loads(run("inspect", folder, "--json").output)
     assert (report["dialect"], report["problems"]) == (dialect, [])
     assert report["config"] == described.model_dump(mode="json")

@@ -214,7 +214,9 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     words = (verb, "--target", str(target), "--drafter", str(drafter), "--backend", "sglang")
-    assert say(monkeypatch, capsys, *words).startswith("dflash-serve: sglang: not installed in this environment")
+    said = say(monkeypatch, capsys, *words)
+    assert said.startswith("dflash-serve: sglang: not installed in this environment")
+    assert said.endswith("or look at it with `serve --dry-run`\n")
     assert list((tmp_path / "here").iterdir()) == []
 
 

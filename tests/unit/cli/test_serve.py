@@ -172,6 +172,9 @@ def test_the_embedded_engine_takes_as_many_requests_as_memory_holds(
     assert f"limits.max_batch_size = {told[2 * 10**6]['value']}" in result.stderr, "the command says it, too"
     written = json.loads((tmp_path / "served" / "deployment.json").read_text())
     assert str(written["limits"]["max_batch_size"]) == told[2 * 10**6]["value"]
+    monkeypatch.setattr(launch, "free_bytes", lambda: 1000)
+    (note,) = json.loads(dry_run(*pair, "--json"))["notes"]
+    assert note.startswith("on this machine, limits: weights and K/V need")
 
 
 def test_folders_of_servers_that_have_ended_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +198,7 @@ def test_folders_of_servers_that_have_ended_are_removed(tmp_path: Path, monkeypa
 
 
 def test_serving_without_a_drafter_is_said(pair: tuple[str, ...], tmp_path: Path, became: dict[str, Any]) -> None:
-    for more, said in ((), True), (("--width", "off"), False), (pair[2:], False), (("--quiet",), False):
+    own = ("--backend", "sglang", "--dry-run", "--", "--speculative-algorithm", "NEXTN")  # the engine drafts by itself
+    for more, said in ((), True), (("--width", "off"), False), (pair[2:], False), (("--quiet",), False), (own, False):
         words = ["serve", *pair[:2], "--folder", str(tmp_path), *more]
         assert ("serves without speculation" in CliRunner().invoke(app, words).stderr) is said

@@ -53,17 +53,17 @@ def test_a_setting_it_would_ignore_is_a_problem(
 @pytest.mark.parametrize(
     ("engine", "sections"),
     [
-        ("sglang", {"speculation": {"draft_window": 512}}),
-        ("sglang", {"role": "prefill"}),
-        ("tensorrt-llm", {"parallel": {"context": 2}}),
-        ("sglang or tensorrt-llm", {"parallel": {"tensor": 2}}),
+        ("--backend sglang", {"speculation": {"draft_window": 512}}),
+        ("--backend sglang", {"role": "prefill"}),
+        ("--backend tensorrt-llm", {"parallel": {"context": 2}}),
+        ("another --backend", {"parallel": {"tensor": 2}}),
     ],
 )
 def test_a_setting_it_lacks_is_advised_on_an_engine_that_has_it(
     folders: tuple[Path, Path], engine: str, sections: dict[str, Any]
 ) -> None:
     (problem,) = backend.check(deployment(folders, **sections))
-    assert problem.do == f"leave it out, or serve with --backend {engine}"
+    assert problem.do == f"leave it out, or serve with {engine}"
 
 
 @pytest.mark.parametrize(("variable", "value"), [(COST_TABLE, "/nowhere.json"), (SURVIVAL, "1.5")])

@@ -39,9 +39,9 @@ def report() -> VerifyReport:
     return report_of(plan, SUBJECTS, findings)
 
 
-def shown(made: VerifyReport) -> str:
+def shown(made: VerifyReport, width: int = 160) -> str:
     out = io.StringIO()
-    show(made, Console(file=out, width=160))
+    show(made, Console(file=out, width=width))
     return out.getvalue().strip()
 
 
@@ -58,6 +58,12 @@ def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict(
     assert "prompt 3, position 17: ' [x]' (5) with, the end without speculation; gap 1.5: fault" in text
     assert "0.200" in text
     assert text.endswith("not lossless: stale state (greedy, prompt 3, position 17)")
+
+
+def test_a_case_keeps_its_name_in_a_narrow_terminal() -> None:
+    named = report().findings.greedy[0].model_copy(update={"case": "log-probabilities"})
+    findings = report().findings.model_copy(update={"greedy": (named,)})
+    assert "│ log-probabilities │" in shown(report_of(report().plan, SUBJECTS, findings), 60)
 
 
 def test_a_verdict_says_what_was_not_tested() -> None:
