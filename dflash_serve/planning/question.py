@@ -17,7 +17,13 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import (
+    CHOSEN,
+    TargetLayout,
+    language_model,
+    read_target_layout,
+    target_configuration,
+)
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment import Deployment, Parallel
@@ -193,6 +199,9 @@ def read_pair(deployment: Deployment) -> Pair:
     if folder is None:
         folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
     layout = read_target_layout(folder, model)
+    if layout.experts and not layout.experts_per_token:
+        what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
+        raise UserError(what, where=model.model, do=f"add {CHOSEN[0]} to it")
     if deployment.drafter is None:
         block = deployment.speculation.block_size or USUAL_BLOCK
         drafter, assumed = usual_drafter(layout, load_object(folder / "config.json", kind="target"), block)

@@ -283,6 +283,14 @@ def test_sizes_that_no_drafter_can_have_are_one_line(tmp_path: Path, wrong: dict
     assert "no drafter has the sizes of this target" in str(error)
 
 
+def test_experts_of_which_a_token_uses_an_unknown_number_are_one_line(tmp_path: Path) -> None:
+    """Otherwise no expert would be read: a 30B-A3B target on an H100 took less time than its memory can give."""
+    sizes = {**TARGETS["Qwen/Qwen3-Coder-30B-A3B-Instruct"], "num_experts_per_tok": None}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    error = plan(tmp_path / "out", "--target", str(tmp_path), *LENGTH, "--gpu", "h100").exception
+    assert "names 128 experts, and not how many of them a token uses; add num_experts_per_tok" in str(error)
+
+
 def test_a_target_whose_sizes_of_state_are_unknown_is_planned_for(tmp_path: Path) -> None:
     sizes = {**TARGETS["Qwen/Qwen3-8B"], "layer_types": 36 * ["linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
