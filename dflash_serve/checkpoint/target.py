@@ -6,6 +6,7 @@ bytes): only the configuration of a hub model is fetched for them. Both are read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -26,7 +27,7 @@ OTHER_BITS = 4.5  # bits per weight of any other method: INT4 with scales (compr
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
 """Format -> words in a checkpoint's quantisation recipe that identify it."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts", "num_experts_per_token")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "mlp", "moe")
 """Prefixes of names in `layer_types` for layers without keys and values."""
 WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}  # Layer type -> key of its window
@@ -45,6 +46,7 @@ STATES = (
 """Keys whose product is the number of values in one layer's recurrent state."""
 STATELESS = ("mlp", "moe", "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
 LATENT_WIDTH = 576  # values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64
+SPARED_ATTENTION = r"self_attn(\W*|\.kv_\w*proj\w*)$"  # modules of a quantisation recipe that keep attention in bf16
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Penalties of generation_config.json -> their neutral values."""
@@ -157,12 +159,15 @@ class TargetLayout:
     kv_windows: tuple[int | None, ...]  # window of each layer with keys and values; None = the whole sequence
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
     dtype: str | None = None  # number format of what is not quantised (`float16`); None = not in config.json
+    full_width: int = 0  # numbers in a token's K/V in a layer of full attention; 0 = as many as in any other (Gemma 4)
     state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
 
     def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
         """Bytes of one sequence's keys and values, in all heads of the layers that have them, each up to its window."""
         width = LATENT_WIDTH if self.latent else 2 * self.kv_heads * self.head_dim
-        return int(sum(min(window or tokens, tokens) for window in self.kv_windows) * width * bytes_each)
+        full = self.full_width or width
+        held = (min(window, tokens) * width if window else tokens * full for window in self.kv_windows)
+        return int(sum(held) * bytes_each)
 
 
 def target_configuration(model: Model) -> Path:
@@ -186,7 +191,10 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     recipe = read_recipe(raw, folder)
     heads = _size(inner, "num_attention_heads", 1)
     native = native_format(recipe)
-    weight_bytes, expert_bytes, active_parameters = _weights(inner, model.quantization, native)
+    # FP8 and NVFP4 checkpoints quantise attention too, but for those that list it; MXFP4 and INT4 ones keep it in bf16.
+    attention_too = bool({"fp8", "nvfp4"} & {model.quantization, native}) and not _spares(recipe, SPARED_ATTENTION)
+    sizes = _weights(inner, model.quantization, native, attention_too=attention_too)
+    weight_bytes, expert_bytes, active_parameters = sizes
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
@@ -199,11 +207,12 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         expert_bytes=expert_bytes,
         active_parameters=active_parameters,
         native_quantization=native,
-        head_is_quantized=native == "nvfp4" and not _spares_head(recipe),
+        head_is_quantized=native == "nvfp4" and not _spares(recipe, "lm_head"),
         weight_bytes=weight_bytes,
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
         kv_windows=_kv_windows(inner),
+        full_width=2 * _size(inner, "num_global_key_value_heads") * _size(inner, "global_head_dim"),
         state_bytes=_state_bytes(inner),
         quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
         dtype=_dtype(inner) or _dtype(raw),
@@ -247,9 +256,9 @@ def native_format(recipe: Mapping[str, object]) -> str | None:
     return words[0] if words else None
 
 
-def _spares_head(recipe: Mapping[str, object]) -> bool:
+def _spares(recipe: Mapping[str, object], pattern: str) -> bool:
     spared = [recipe.get(key) for key in ("exclude_modules", "ignore", "modules_to_not_convert")]
-    return any("lm_head" in str(module) for modules in spared if isinstance(modules, list) for module in modules)
+    return any(re.search(pattern, str(module)) for modules in spared if isinstance(modules, list) for module in modules)
 
 
 def layer_kinds(inner: Mapping[str, object]) -> list[str]:
@@ -261,7 +270,7 @@ def layer_kinds(inner: Mapping[str, object]) -> list[str]:
         return [names.get(str(one), str(one)) for one in listed]
     pattern, linear = inner.get("hybrid_override_pattern"), inner.get("linear_attn_config")
     if isinstance(pattern, str):  # Nemotron-H
-        return [{"*": FULL, "M": "mamba"}.get(letter, "mlp") for letter in pattern]
+        return [{"*": FULL, "M": "mamba", "E": "moe"}.get(letter, "mlp") for letter in pattern]
     full = next((given for key in FULL_LAYERS if isinstance(given := inner.get(key), list)), None)
     if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):  # Kimi-Linear counts from 1
         full = [index - 1 for index in linear["full_attn_layers"] if isinstance(index, int)]
@@ -311,22 +320,26 @@ def _head_dim(inner: Mapping[str, object]) -> int:
     return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
 
 
-def _weights(inner: Mapping[str, object], asked: Quantization, native: str | None) -> tuple[int, int, int]:
+def _weights(
+    inner: Mapping[str, object], asked: Quantization, native: str | None, *, attention_too: bool
+) -> tuple[int, int, int]:
     """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with."""
     inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
-    # FP8 and NVFP4 checkpoints quantise attention too; MXFP4 and INT4 ones keep it in bf16.
-    outside = inside if {"fp8", "nvfp4"} & {asked, native} else 16.0
+    outside = inside if attention_too else 16.0
     hidden, experts, kinds = _size(inner, "hidden_size"), _first(inner, EXPERTS), layer_kinds(inner)
     ends = _size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
     wide = _size(inner, "intermediate_size")
-    if pattern := inner.get("hybrid_override_pattern"):  # Nemotron-H, whose MLPs are layers, of two matrices each
-        matrices, dense, sparse = 2, str(pattern).count("-"), str(pattern).count("E")
+    if {"mlp", "moe"} & set(kinds):  # Nemotron-H, whose MLPs are layers, of two matrices each
+        matrices, dense, sparse = 2, kinds.count("mlp"), kinds.count("moe")
+    elif inner.get("enable_moe_block"):  # Gemma 4 has both in every layer
+        matrices, dense, sparse = 3, len(kinds), len(kinds)
     else:
         matrices, dense = 3, _size(inner, "first_k_dense_replace") if experts else len(kinds)
         sparse = len(kinds) - dense
     each = _size(inner, "moe_intermediate_size", wide)
     expert = matrices * _size(inner, "moe_latent_size", hidden) * each * sparse
-    shared = _size(inner, "n_shared_experts") * _size(inner, "moe_shared_expert_intermediate_size", each) * sparse
+    shared = _size(inner, "n_shared_experts") * _size(inner, "moe_shared_expert_intermediate_size", each)
+    shared = sparse * (shared or _size(inner, "shared_expert_intermediate_size"))  # the second: Qwen
     mlp = matrices * hidden * (wide * dense + shared)
     attention, routed = sum(_mixer(inner, hidden, kind) for kind in kinds), expert * experts
     whole = (mlp + routed) * inside + attention * outside + ends * 16

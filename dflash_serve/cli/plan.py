@@ -146,7 +146,8 @@ def _table(answer: Plan) -> Any:
         column.justify = "right"
     for name, points in answer.fronts().items():
         every = max(1, -(-len(points) // TOP))
-        for place, point in enumerate(points[::every]):
+        shown = [point for place, point in enumerate(points) if place % every == 0 or point == answer.chosen]
+        for place, point in enumerate(shown):
             figures = (f"{point.throughput:,.0f}", f"{point.interactivity:,.0f}", f"{point.first_token_ms:,.0f}")
             chosen = point == answer.chosen
             label = name if place == 0 else ""

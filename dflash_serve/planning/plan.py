@@ -157,14 +157,23 @@ class Plan:
             "limits": {"max_batch_size": chosen.batch * copies},
             "hardware": {"count": chosen.split.tensor * copies},
         }
-        return Deployment.model_validate(overlay(asked.model_dump(exclude_unset=True), update))
+        made = Deployment.model_validate(overlay(asked.model_dump(exclude_unset=True), update))
+        drafter, load = self.question.pair.drafter.max_position_embeddings, self.question.load
+        if asked.limits.max_model_len is not None or load.isl + load.osl > drafter:
+            return made
+        # Engines may refuse the target's positions where the drafter has fewer.
+        shorter = Deployment.model_validate(
+            overlay(made.model_dump(exclude_unset=True), {"limits": {"max_model_len": drafter}})
+        )
+        return min(made, shorter, key=lambda each: len(self._refusals(each)))
 
     def refusals(self) -> list[Problem]:
         """Problems that the engine's checks find in the deployment."""
-        if self.deployment is None:
-            return []
+        return [] if self.deployment is None else self._refusals(self.deployment)
+
+    def _refusals(self, deployment: Deployment) -> list[Problem]:
         try:
-            return server_backend(self.question.backend).check(self.deployment)
+            return server_backend(self.question.backend).check(deployment)
         except UserError as error:
             return [error.problem()]
 
@@ -226,8 +235,8 @@ class Plan:
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
-        pays = f"A fixed width of {block} " + (
-            f"stops paying at {stop} requests" if stop else "pays at every batch that has room for it"
+        pays = f"At equal batch, a fixed width of {block} is " + (
+            f"slower than plain decoding from batch {stop} on" if stop else "faster at every batch that has room for it"
         )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
         return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
@@ -266,6 +275,12 @@ class Plan:
             f"Prompts of {asked.load.isl} and answers of {asked.load.osl} tokens are means; nothing waits in a queue, "
             "and limits hold for means, not for tails."
         )
+        made = self.deployment
+        if made is not None and made.limits.max_model_len != asked.deployment.limits.max_model_len:
+            yield (
+                f"limits.max_model_len is set to {made.limits.max_model_len}, the positions of the drafter: "
+                f"{asked.backend} does not serve this pair with more."
+            )
         for problem in self.refusals():
             yield f"`serve` would refuse the deployment here: {problem}."
 

@@ -11,12 +11,21 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from pydantic import ValidationError
+
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, language_model, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import (
+    CHOSEN,
+    TargetLayout,
+    language_model,
+    read_target_layout,
+    target_configuration,
+)
 from dflash_serve.common.documents import read_json
+from dflash_serve.common.settings import describe
 from dflash_serve.deployment import Deployment, Parallel
 from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
@@ -152,6 +161,8 @@ class PlanQuestion:
         return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
 
     def _split_problems(self, tensor: int) -> Iterator[str]:
+        if tensor > self.on.gpu.per_node:
+            yield f"TP {tensor} is more than the {self.on.gpu.per_node} GPUs of a node"
         if self.count % tensor:
             yield f"TP {tensor} does not divide {self.count} GPU{'s' * (self.count > 1)}"
         parallel, copies = self.deployment.parallel, self.count // tensor
@@ -188,6 +199,9 @@ def read_pair(deployment: Deployment) -> Pair:
     if folder is None:
         folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
     layout = read_target_layout(folder, model)
+    if layout.experts and not layout.experts_per_token:
+        what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
+        raise UserError(what, where=model.model, do=f"add {CHOSEN[0]} to it")
     if deployment.drafter is None:
         block = deployment.speculation.block_size or USUAL_BLOCK
         drafter, assumed = usual_drafter(layout, load_object(folder / "config.json", kind="target"), block)
@@ -201,20 +215,28 @@ def read_pair(deployment: Deployment) -> Pair:
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
-    """A drafter of the usual shape for this target, and a sentence that says that it is assumed."""
+    """A drafter of the usual shape for this target, and a sentence that says that it is assumed.
+
+    Raises:
+        UserError: the target's sizes fit no drafter.
+    """
     shape, wide = layout.shape, language_model(raw).get("intermediate_size")
-    config = DrafterConfig(
-        block_size=block_size,
-        target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
-        mask_token_id=0,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
-        num_attention_heads=layout.attention_heads,
-        num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
-        head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
-        layers=(AttentionKind(),) * USUAL_LAYERS,
-    )
+    try:
+        config = DrafterConfig(
+            block_size=block_size,
+            target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
+            mask_token_id=0,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
+            num_attention_heads=layout.attention_heads,
+            num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
+            head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
+            layers=(AttentionKind(),) * USUAL_LAYERS,
+        )
+    except ValidationError as error:
+        what = f"no drafter has the sizes of this target ({describe(error)})"
+        raise UserError(what, where=shape.name, do="correct its config.json, or name --drafter") from None
     words = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block_size}, is assumed"
     return config, words
 

@@ -158,10 +158,12 @@ def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
     return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
 
 
-def _tokens(pair: Pair, on: Specification, split: Split, free: float, context: int, *, drafts: bool) -> int:
-    # Tokens of all requests, each of `context` tokens, in so many bytes of a device beside the target. The library of
-    # the tables is not asked: it counts Qwen3.5's recurrent state once a token, and none of Nemotron-H's.
+def _tokens(pair: Pair, on: Specification, split: Split, context: int, *, drafts: bool) -> int:
+    # Tokens of all requests, each of `context` tokens, on a device beside the target. The library of the tables is not
+    # asked: it counts no scales of MXFP4 and INT4 weights, Qwen3.5's recurrent state once a token, and none of
+    # Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
+    free = MEMORY_SHARE * on.gpu.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
         free -= weight_bytes(drafter) / tensor
@@ -169,7 +171,7 @@ def _tokens(pair: Pair, on: Specification, split: Split, free: float, context: i
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
     if pair.memory_fraction is not None:
         free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.gpu.memory)
-    return max(0, int(free * context / (request + states * layout.state_bytes / tensor)))
+    return max(0, int(free * context / max(1, request + states * layout.state_bytes / tensor)))
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,7 @@ class Roofline:
         return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
 
     def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        own = RUNTIME_BYTES + self.pair.layout.weight_bytes / self.split.tensor
-        return _tokens(self.pair, self.on, self.split, MEMORY_SHARE * self.on.gpu.memory - own, context, drafts=drafts)
+        return _tokens(self.pair, self.on, self.split, context, drafts=drafts)
 
     @property
     def _precision(self) -> str:
@@ -227,7 +228,8 @@ class Roofline:
 
     def _pass(self, read: float, parameters: float, rows: int, cached: float, layers: int) -> Milliseconds:
         on, tensor = self.on, self.split.tensor
-        speed = on.flops * (FASTER.get(self._precision, 1.0) if on.gpu.is_blackwell else 1.0)
+        precision = self._precision  # Hopper has no FP4 arithmetic
+        speed = on.flops * (FASTER.get(precision, 1.0) if on.gpu.is_blackwell or precision == "fp8" else 1.0)
         memory = (read + cached) / tensor / (OF_BANDWIDTH * on.bandwidth)
         arithmetic = 2 * parameters * rows / tensor / (OF_FLOPS * speed)
         total = 1e3 * (memory + arithmetic)
@@ -292,7 +294,6 @@ def priced(
     try:
         measured = Tables(pair, on, split, engine)
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
-        _ = measured.kv_tokens()
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
         return by_hand, f"the operator tables cannot price this ({first_line(error).partition(' {')[0][:140]})"
     return measured, None
@@ -311,10 +312,9 @@ class Tables:
         self._options = {"tp_size": tensor, **quantization(pair, on)}
         if pair.layout.experts:
             self._options |= {"moe_tp_size": tensor // expert, "moe_ep_size": expert}
-        self._sdk = library("sdk")
+        sdk = library("sdk")
         with quiet():
-            compiled = self._sdk.compile_engine(str(pair.folder), on.system, engine, **self._options)
-            self._handle = self._sdk.EngineHandle(compiled)
+            self._handle = sdk.EngineHandle(sdk.compile_engine(str(pair.folder), on.system, engine, **self._options))
         self._decode = cache(self._decode_uncached)
         self.verify, self.draft = cache(self._verify_uncached), cache(self._draft_uncached)
 
@@ -341,17 +341,7 @@ class Tables:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
 
     def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        return _tokens(self.pair, self.on, self.split, self._free, context, drafts=drafts)
-
-    @cached_property
-    @quiet()
-    def _free(self) -> float:
-        # Bytes of one device beside the target.
-        found = self._sdk.estimate_kv_cache(
-            str(self.pair.folder), self.on.system, self.engine, "current", max_num_tokens=8192, max_batch_size=64,
-            memory_fraction_kind="of_total", memory_fraction_value=MEMORY_SHARE, **self._options,
-        )  # fmt: skip
-        return float(found["total_kv_size_bytes"])
+        return _tokens(self.pair, self.on, self.split, context, drafts=drafts)
 
     @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:

@@ -16,14 +16,13 @@ DRAFTERS = {
     "Qwen/Qwen3-8B": (5, 4096, 12288, 32, 8, 128, 5, 151936, 36),
     "openai/gpt-oss-120b": (8, 2880, 7680, 64, 8, 64, 5, 201088, 36),
 }
-EXPERTS_PER_TOKEN = {"openai/gpt-oss-120b": {"num_experts_per_tok": 4}}
 
 
 def planned_pair(folder: Path, name: str = "Qwen/Qwen3-8B") -> Pair:
     """A target and its drafter."""
     depth, hidden, wide, heads, kv_heads, head_dim, features, vocabulary, layers = DRAFTERS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**TARGETS[name], **EXPERTS_PER_TOKEN.get(name, {})}))
+    (folder / "config.json").write_text(json.dumps(TARGETS[name]))
     model = Model(model=name)
     drafter = DrafterConfig(
         block_size=16, target_layer_ids=uniform_target_layer_ids(layers, features), mask_token_id=0,

@@ -104,6 +104,34 @@ def test_the_recurrent_state_of_hybrid_targets_is_counted(keys: dict[str, object
     assert layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], "num_hidden_layers": 4, **keys}).state_bytes == size
 
 
+GEMMA_4: dict[str, object] = {
+    "vocab_size": 262144, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "head_dim": 256,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4, "global_head_dim": 512,
+    "sliding_window": 1024, "layer_types": 10 * [*(5 * ["sliding_attention"]), "full_attention"],
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""Of gemma-4-31B."""
+
+
+def test_layers_of_full_attention_may_have_heads_of_their_own(tmp_path: Path) -> None:
+    assert layout(tmp_path, GEMMA_4).kv_bytes(2, 10_000) == 2 * 2 * (50 * 1024 * 16 * 256 + 10 * 10_000 * 4 * 512)
+
+
+@pytest.mark.parametrize(
+    ("spared", "gigabytes"),
+    [
+        (["model.layers.0.self_attn*", "lm_head"], 31.5),
+        (["re:.*self_attn.*"], 31.5),
+        (["model.layers.0.self_attn.kv_b_proj"], 31.5),
+        (["model.layers.0.self_attn.indexer.k_norm", "lm_head"], 19),
+    ],
+)
+def test_attention_that_a_recipe_spares_is_in_bf16(spared: list[str], gigabytes: float, tmp_path: Path) -> None:
+    recipe = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": spared}
+    found = layout(tmp_path, {**GEMMA_4, "quantization_config": recipe})
+    assert found.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.05)
+
+
 HYBRID_WEIGHTS: dict[str, tuple[dict[str, object], float, float]] = {
     "Qwen3.5-27B": (
         {
@@ -124,6 +152,34 @@ HYBRID_WEIGHTS: dict[str, tuple[dict[str, object], float, float]] = {
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
         63.2, 3.6,
+    ),
+    "Nemotron-3-Nano-30B-A3B in transformers 5": (
+        {
+            "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+            "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 3712,
+            "layers_block_type": 23 * ["mamba", "moe"] + 6 * ["attention"],
+        },
+        63.2, 3.6,
+    ),
+    "Qwen3.5-122B-A10B, which has a shared expert": (
+        {
+            "vocab_size": 248320, "hidden_size": 3072, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "head_dim": 256, "attn_output_gate": True, "full_attention_interval": 4,
+            "linear_num_value_heads": 64, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+        },
+        244.1, 9.75,
+    ),
+    "gemma-4-26B-A4B, which has an MLP beside its experts": (
+        {**GEMMA_4, "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704,
+         "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True, "num_hidden_layers": 30,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+         "layer_types": 5 * [*(5 * ["sliding_attention"]), "full_attention"]},
+        50.5, 3.8,
     ),
 }  # fmt: skip
 """Published sizes -> gigabytes of weights, and billions of parameters that one token meets."""

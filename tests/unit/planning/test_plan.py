@@ -19,6 +19,7 @@ from dflash_serve.planning import step_times
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
 from tests.support.planned import hybrid_target
+from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 __all__ = ["hub"]
 pytestmark = pytest.mark.usefixtures("hub")
@@ -65,7 +66,7 @@ def test_three_lines_say_what_to_run_what_it_gives_and_where_that_comes_from(fol
     assert re.search(best, gives)
     assert "In plain decoding, the fastest point is" in gives
     assert "Nothing was run: roofline of the H200's data sheet" in trust
-    assert "A fixed width of 16" in trust
+    assert "At equal batch, a fixed width of 16 is" in trust
     said = (folder / "said.txt").read_text()
     assert "the operator tables are not installed (pip install 'dflash-serve[plan]')" in said
 
@@ -256,6 +257,7 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
             ("--gpu", "b200", "--isl", "100000", "--osl", "100000"),
             "prompts of 100000 and answers of 100000 tokens exceed the positions of .*, 40960; give 40960 together",
         ),
+        (("--gpu", "b200", "--tensor", "16", "--count", "16"), "TP 16 is more than the 8 GPUs of a node; use 1 or 2"),
         (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
@@ -271,6 +273,44 @@ def test_a_bad_question_gets_one_line_and_writes_nothing(tmp_path: Path, words: 
     assert re.search(said, str(error)), str(error)
     assert "\n" not in str(error)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": None}, {"intermediate_size": -5}])
+def test_sizes_that_no_drafter_can_have_are_one_line(tmp_path: Path, wrong: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TARGETS["Qwen/Qwen3-8B"], **wrong}))
+    error = plan(tmp_path / "out", "--target", str(tmp_path), *LENGTH, "--gpu", "b200").exception
+    assert isinstance(error, UserError)
+    assert "no drafter has the sizes of this target" in str(error)
+
+
+def test_experts_of_which_a_token_uses_an_unknown_number_are_one_line(tmp_path: Path) -> None:
+    """Otherwise no expert would be read: a 30B-A3B target on an H100 took less time than its memory can give."""
+    sizes = {**TARGETS["Qwen/Qwen3-Coder-30B-A3B-Instruct"], "num_experts_per_tok": None}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    error = plan(tmp_path / "out", "--target", str(tmp_path), *LENGTH, "--gpu", "h100").exception
+    assert "names 128 experts, and not how many of them a token uses; add num_experts_per_tok" in str(error)
+
+
+def test_a_target_whose_sizes_of_state_are_unknown_is_planned_for(tmp_path: Path) -> None:
+    sizes = {**TARGETS["Qwen/Qwen3-8B"], "layer_types": 36 * ["linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert plan(tmp_path / "out", "--target", str(tmp_path), *LENGTH, "--gpu", "b200").exception is None
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "tensorrt-llm"])
+def test_the_deployment_has_no_more_positions_than_the_drafter(tmp_path: Path, backend: str) -> None:
+    """The target has 262144; every engine refuses as many beside this drafter."""
+    pair = ("--target", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "--drafter", "z-lab/Qwen3-Coder-30B-A3B-DFlash")
+    told = answer(tmp_path, *pair, *LENGTH, "--gpu", "b200", "--backend", backend)
+    assert not any("`serve` would refuse" in caution for caution in told["cautions"])
+    assert any(caution.startswith("limits.max_model_len is set to 40960") for caution in told["cautions"])
+    assert load_deployment(tmp_path / "deployment.yaml").limits.max_model_len == 40960
+
+
+def test_the_chosen_point_stands_in_the_table(folder: Path) -> None:
+    chosen = json.loads((folder / "plan.json").read_text())["chosen"]
+    row = rf"TP {chosen['tensor']} +{chosen['batch']} +{chosen['width']} +{chosen['tokens_per_s_per_gpu']:,.0f} "
+    assert re.search(row, (folder / "said.txt").read_text())
 
 
 @pytest.mark.parametrize("limit", [("--slo-interactivity", "9000"), ("--slo-ttft", "1")])

@@ -13,6 +13,7 @@ import pytest
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.planning.step_times import (
     LIBRARY,
+    MEMORY_SHARE,
     SPECIFICATIONS,
     Milliseconds,
     Roofline,
@@ -123,26 +124,19 @@ def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
     assert 0.8 * alone < dense.kv_tokens() < 0.9 * alone
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu", "kv_bytes_each"),
-    [
-        ("Qwen/Qwen3.5-27B", "h200", 2.0),
-        ("Qwen/Qwen3.5-27B", "b300", 1.0),
-        ("Qwen/Qwen3.5-35B-A3B", "h200", 2.0),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "h200", 2.0),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4", "b200", 1.0),
-        ("Qwen/Qwen3-8B", "b200", 2.0),
-        ("moonshotai/Kimi-K2.5", "b300", 2.0),
-    ],
-)
-def test_tables_and_roofline_agree_on_how_many_requests_fit(name: str, gpu: str, kv_bytes_each: float) -> None:
-    """Hybrid targets have one recurrent state for a sequence and each slot of its block, not one for every token."""
+def test_memory_beside_weights_in_four_bits_counts_their_scales() -> None:
     pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
-    pair, on = replace(shipped_pair(name), kv_bytes_each=kv_bytes_each), SPECIFICATIONS[gpu]
-    for split in (Split(1), Split(8)) if "Kimi" not in name else (Split(8),):
-        by_tables, by_hand = Tables(pair, on, split, "sglang"), Roofline(pair, on, split)
-        for context in (1024, 32_768):
-            assert by_tables.kv_tokens(context) == pytest.approx(by_hand.kv_tokens(context), rel=0.06), (split, context)
+    pair, on = shipped_pair("openai/gpt-oss-120b"), SPECIFICATIONS["h200"]
+    held = Tables(pair, on, Split(), "sglang").kv_tokens(8192, drafts=False) * pair.layout.kv_bytes(2, 8192) / 8192
+    published, runtime = 65.2e9, 4.5e9  # the checkpoint; the CUDA context and workspaces, as the library has them
+    assert held + published + runtime < MEMORY_SHARE * on.gpu.memory
+
+
+def test_hopper_multiplies_fp8_twice_as_fast_as_bf16(tmp_path: Path) -> None:
+    plain = planned_pair(tmp_path)
+    fp8 = replace(plain, model=plain.model.model_copy(update={"quantization": "fp8"}))
+    once, twice = (Roofline(each, SPECIFICATIONS["h200"], Split()).prefill(8, 8192).total for each in (plain, fp8))
+    assert once == pytest.approx(2 * twice, rel=0.05)
 
 
 def test_one_request_has_a_recurrent_state_for_every_slot_and_k_v_of_the_attention_layers(tmp_path: Path) -> None:
