@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dflash_serve.errors import Problem, did_you_mean
 
@@ -17,6 +17,7 @@ WANTED: Mapping[object, str] = {
     **{list[float]: "a list of numbers", list[int]: "a list of whole numbers"},
 }
 """Types of values -> what messages call them."""
+FINITE = ConfigDict(allow_inf_nan=False)  # Python reads NaN and Infinity, which JSON does not have
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,18 @@ class ConfigSection:
         if value is ABSENT:
             return None
         try:
-            return TypeAdapter(kind).validate_python(value, strict=True)
+            return TypeAdapter(kind, config=FINITE).validate_python(value, strict=True)
         except ValidationError:
             self._complain(key, value, WANTED[kind])
             return None
+
+    def positive(self, key: str) -> float | None:
+        """A number above 0, or None where the key is absent."""
+        value = self.given(key, float)
+        if value is not None and value <= 0:
+            self._complain(key, value, "a positive number")
+            return None
+        return value
 
     def either(self, key: str, other_key: str, kind: type[Kind]) -> Kind | None:
         """The value under one of two keys with one meaning; two values that disagree are a problem."""

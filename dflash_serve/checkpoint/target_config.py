@@ -102,8 +102,8 @@ def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
             config.note(f"architecture {name!r} of a {family} is not computed", f"computed is {ARCHITECTURES[family]}")
     heads, hidden = required_size(raw, "num_attention_heads", folder), required_size(raw, "hidden_size", folder)
     bias = family in HAS_BIAS_KEY and bool(config.given("attention_bias", bool))
-    epsilon = config.given("rms_norm_eps", float)
-    if epsilon is None:
+    epsilon = config.positive("rms_norm_eps")
+    if not config.has("rms_norm_eps"):
         config.note("no rms_norm_eps", "add it: a number")
     return {
         "model_type": family,

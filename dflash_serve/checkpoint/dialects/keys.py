@@ -268,7 +268,7 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
         "num_key_value_heads": config.integer("num_key_value_heads", heads),
         "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads)),
         "max_position_embeddings": config.optional_integer("max_position_embeddings"),
-        "rms_norm_eps": config.given("rms_norm_eps", float),
+        "rms_norm_eps": config.positive("rms_norm_eps"),
         "attention_bias": config.given("attention_bias", bool),
         "rope": read_rope(config),
     }
@@ -371,12 +371,10 @@ def _flat_rope(config: ConfigSection, default_theta: float | None) -> RopeConfig
         config.note(what, "keep the right one")
     section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
     section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
-    theta = section.given("rope_theta", float) if section.has("rope_theta") else default_theta
-    if theta is None or theta <= 0:
-        config.note(
-            f"no {config.named('rope_theta')}" if theta is None else f"rope_theta is {theta}, not positive",
-            "add the target's rope_theta",
-        )
+    theta = section.positive("rope_theta") if section.has("rope_theta") else default_theta
+    if theta is None:
+        if not section.has("rope_theta"):
+            config.note(f"no {config.named('rope_theta')}", "add the target's rope_theta")
         theta = 1.0
     kind = _rope_kind(section)
     if kind == "default":
