@@ -87,6 +87,12 @@ def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
     return Launch(adapter=backend, deployment=deployment)
 
 
+def kv_bytes_each(deployment: Deployment, target: TargetLayout) -> float:
+    """Bytes of one number in the target's K/V cache; `auto` is the format that its checkpoint requests."""
+    kind = deployment.kv_cache.dtype
+    return KV_BYTES["fp8" if kind == "auto" and target.quantized_kv else kind]
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device, on the safe side; K/V of target and drafter both count for every token."""
@@ -176,7 +182,7 @@ class LaunchPlan(Launch):
             return None
         parallel = self.deployment.parallel
         split = 1 if parallel.attention_data else parallel.tensor
-        each, shared = KV_BYTES[self.deployment.kv_cache.dtype], min(split, self.target.kv_heads)
+        each, shared = kv_bytes_each(self.deployment, self.target), min(split, self.target.kv_heads)
         shared, most = 1 if self.target.latent else shared, max(filter(None, self.target.kv_windows), default=0)
         token = (self.target.kv_bytes(each, most + 1) - self.target.kv_bytes(each, most)) // shared
         windows = self.target.kv_bytes(each, most) // shared - most * token

@@ -218,7 +218,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
 
 def _max_batch_size(plan: VLLMPlan) -> Choice:
     if plan.drafter is not None:
-        why = "vLLM's own default on all but the largest GPUs; limits.max_num_tokens follows from it"
+        why = "vLLM's own default on all but the largest GPUs"
         return Choice("limits.max_batch_size", f"{plan.max_batch_size}", why)
     return Choice("limits.max_batch_size", "vLLM's choice", "by the GPU's memory; vLLM logs it")
 

@@ -48,7 +48,7 @@ from dflash_serve.planning.step_times import (
     priced,
     shipped_configuration,
 )
-from dflash_serve.server_adapter import KV_BYTES
+from dflash_serve.server_adapter import kv_bytes_each
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""
@@ -209,9 +209,8 @@ def read_pair(deployment: Deployment) -> Pair:
         drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
     drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
-    kind = deployment.kv_cache.dtype
-    bytes_each = KV_BYTES["fp8" if kind == "auto" and layout.quantized_kv else kind]
-    return Pair(model, folder, layout, drafter, assumed, bytes_each, deployment.kv_cache.memory_fraction)
+    share = deployment.kv_cache.memory_fraction
+    return Pair(model, folder, layout, drafter, assumed, kv_bytes_each(deployment, layout), share)
 
 
 def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from dflash_serve.backend import server_backend
 from dflash_serve.deployment import Deployment
 from dflash_serve.deployment_checks import block_problems, changed_files
+from dflash_serve.server_adapter import LaunchPlan, resolve
 from tests.support.built import flip_last_byte, seal
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import tiny_drafter_config
+from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 
 @pytest.fixture
@@ -41,3 +45,15 @@ def test_no_block_or_width_beyond_the_drafter(speculation: dict[str, int], messa
     deployment = Deployment.model_validate({"target": {"model": "t"}, "speculation": speculation})
     found = [problem.what for problem in block_problems(deployment, tiny_drafter_config())]
     assert found == ([message] if message else [])
+
+
+def test_memory_is_counted_for_the_keys_and_values_that_the_checkpoint_requests(tmp_path: Path) -> None:
+    """Llama-3.1-8B at 131072 positions: 8.6 GB of K/V in FP8, as `plan` has it, and 17.2 GB in bf16."""
+    sizes, backend = TARGETS["meta-llama/Llama-3.1-8B-Instruct"], server_backend("sglang")
+    recipe = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "quantization_config": recipe}))
+    given = {"target": {"model": str(tmp_path)}, "hardware": {"gpu": "h100"}}
+    launch = resolve(backend, Deployment.model_validate(given))
+    assert isinstance(launch, LaunchPlan)
+    assert launch.memory is not None
+    assert launch.memory.token == 2 * 32 * 8 * 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 KIMI_SIZES: dict[str, object] = {
     "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432,
     "moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "max_position_embeddings": 262144,
 }  # fmt: skip
 QWEN3_5_27B: dict[str, object] = {
@@ -39,8 +39,8 @@ TARGETS: dict[str, dict[str, object]] = {
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
         "hidden_size": 2048, "intermediate_size": 5472, "moe_intermediate_size": 768, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "max_position_embeddings": 262144,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "max_position_embeddings": 262144,
     },
     "moonshotai/Kimi-K2.5": {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
