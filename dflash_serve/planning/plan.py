@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from dflash_serve.common.settings import overlay
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
-from dflash_serve.planning.question import Objective, PlanQuestion
+from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
 from dflash_serve.server_adapter import resolve
 
@@ -65,21 +64,21 @@ class Plan:
     def chosen(self) -> OperatingPoint:
         """The most tokens/s/GPU within the limits; at the highest acceptance of a band if the middle one meets none."""
         objective = self.question.objective
-        found = _best(_points(self.known), objective)
-        follows = _best(self.known.get(AUTO, ()), objective)
+        found = objective.best(_points(self.known))
+        follows = objective.best(self.known.get(AUTO, ()))
         if found is not None and follows is not None and follows.throughput >= ALIKE * found.throughput:
             return follows
-        return found or next(point for curves in reversed(self.curves) if (point := _best(_points(curves), objective)))
+        return found or next(point for curves in reversed(self.curves) if (point := objective.best(_points(curves))))
 
     @cached_property
     def plain(self) -> OperatingPoint | None:
         """The best without speculation within the same limits; None = it does not reach them."""
-        return _best(self.known[OFF], self.question.objective)
+        return self.question.objective.best(self.known[OFF])
 
     @cached_property
     def plain_fastest(self) -> OperatingPoint:
         """The point of plain decoding with the most tokens/s/user."""
-        return _fastest(self.known[OFF])
+        return fastest(self.known[OFF])
 
     @cached_property
     def plain_at_equal_batch(self) -> OperatingPoint:
@@ -123,7 +122,7 @@ class Plan:
     @cached_property
     def range(self) -> tuple[float, float]:
         """Tokens/s/GPU, lowest and highest: the error, and the band of acceptances where that is not known."""
-        within = [p for curves in self.curves if (p := _best(_points(curves), self.question.objective))]
+        within = [p for curves in self.curves if (p := self.question.objective.best(_points(curves)))]
         low, high = (f(within, key=lambda point: point.throughput) for f in (min, max))
         return low.throughput * (1 - self.error(low)), high.throughput * (1 + self.error(high))
 
@@ -213,7 +212,7 @@ class Plan:
         )
         if chosen.variant == OFF:
             wide = (point for point in _points(self.known) if point.variant != OFF)
-            best = _best(wide, self.question.objective)
+            best = self.question.objective.best(wide)
             if best is None:
                 return f"{told}. No setting with speculation meets the limits."
             setting = f"{best.split}, batch {best.batch}, width {best.width}"
@@ -340,7 +339,7 @@ def make_plan(question: PlanQuestion) -> Plan:
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
     curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
-    _require_met([point for each in curves for point in _points(each)], question.objective)
+    question.objective.require_met([point for each in curves for point in _points(each)])
     told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
     return Plan(question, follows, predictors, room, told, curves)
 
@@ -396,32 +395,6 @@ def _widths(block_size: int) -> list[int]:
 
 def _points(curves: Curves) -> list[OperatingPoint]:
     return [point for points in curves.values() for point in points]
-
-
-def _best(points: Iterable[OperatingPoint], objective: Objective) -> OperatingPoint | None:
-    # The most tokens/s/GPU of those that meet it; among equals, the more interactive. None = none does.
-    fit = [point for point in points if objective.is_met(point)]
-    return max(fit, key=lambda point: (point.throughput, point.interactivity), default=None)
-
-
-def _fastest(points: Iterable[OperatingPoint]) -> OperatingPoint:
-    return max(points, key=lambda point: point.interactivity)
-
-
-def _require_met(points: Sequence[OperatingPoint], objective: Objective) -> None:
-    # Refuses limits that no point meets, and names the nearest limit that is met.
-    if any(map(objective.is_met, points)):
-        return
-    user, late = objective.interactivity, objective.first_token_ms
-    in_time = [point for point in points if late is None or point.first_token_ms <= late]
-    if in_time:
-        near = _fastest(in_time)
-        what, limit = f"no way of running gives {user:g} tokens/s/user", f"interactivity {int(near.interactivity)}"
-    else:
-        near = min(points, key=lambda point: point.first_token_ms)
-        what, limit = f"no way of running has its first token after {late:g} ms", f"ttft {ceil(near.first_token_ms)}"
-    how = f"--slo-{limit} ({near.variant}, {near.split}, batch {near.batch})"
-    raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or more GPUs, or another GPU")
 
 
 def _capital(sentence: str) -> str:

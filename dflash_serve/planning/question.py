@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -68,6 +68,38 @@ class Objective:
         slow = self.interactivity is not None and point.interactivity < self.interactivity
         late = self.first_token_ms is not None and point.first_token_ms > self.first_token_ms
         return not (slow or late)
+
+    def best(self, points: Iterable[OperatingPoint]) -> OperatingPoint | None:
+        """The most tokens/s/GPU of those that meet it; among equals, the more interactive. None = none does."""
+        met = [point for point in points if self.is_met(point)]
+        return max(met, key=lambda point: (point.throughput, point.interactivity), default=None)
+
+    def require_met(self, points: Sequence[OperatingPoint]) -> None:
+        """Names the nearest limit that is met.
+
+        Raises:
+            UserError: no point meets it.
+        """
+        if any(map(self.is_met, points)):
+            return
+        user, late = self.interactivity, self.first_token_ms
+        in_time = [point for point in points if late is None or point.first_token_ms <= late]
+        if in_time:
+            near = fastest(in_time)
+            what, limit = f"no way of running gives {user:g} tokens/s/user", f"interactivity {int(near.interactivity)}"
+        else:
+            near = min(points, key=lambda point: point.first_token_ms)
+            what, limit = (
+                f"no way of running has its first token after {late:g} ms",
+                f"ttft {ceil(near.first_token_ms)}",
+            )
+        how = f"--slo-{limit} ({near.variant}, {near.split}, batch {near.batch})"
+        raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or more GPUs, or another GPU")
+
+
+def fastest(points: Iterable[OperatingPoint]) -> OperatingPoint:
+    """The point that gives one user the most tokens/s."""
+    return max(points, key=lambda point: point.interactivity)
 
 
 @dataclass(frozen=True)
