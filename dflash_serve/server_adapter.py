@@ -183,7 +183,7 @@ class LaunchPlan(Launch):
         parallel = self.deployment.parallel
         split = 1 if parallel.attention_data else parallel.tensor
         each, shared = kv_bytes_each(self.deployment, self.target), min(split, self.target.kv_heads)
-        shared, most = 1 if self.target.latent else shared, max(filter(None, self.target.kv_windows), default=0)
+        shared, most = 1 if self.target.latent else shared, max((one.window or 0 for one in self.target.kv_layers), default=0)
         token = (self.target.kv_bytes(each, most + 1) - self.target.kv_bytes(each, most)) // shared
         windows = self.target.kv_bytes(each, most) // shared - most * token
         drafter, states = 0, 1

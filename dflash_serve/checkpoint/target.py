@@ -7,11 +7,11 @@ bytes): only the configuration of a hub model is fetched for them. Both are read
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_serve.checkpoint.config import FULL, SLIDING
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
@@ -36,6 +36,11 @@ FULL_LAYERS = ("attn_layer_indices", "full_attn_idxs")
 """Keys with the type of every layer, and with the indices of those of full attention."""
 SLIDERS = ("mistral", "mixtral")
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id")
+EXPERT_WIDTHS = ("moe_latent_size", "routed_expert_hidden_size")
+"""Keys with the input size of routed experts that are narrower than the model: Nemotron 3, Kimi-K3."""
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
+DENSE_WIDTHS = ("dense_intermediate_size", "intermediate_size_mlp")
+"""Keys with the size of dense MLPs beside experts, where it is not `intermediate_size`: MiniMax-M3, Llama 4."""
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
 """Keys of config.json that only models with recurrent layers have."""
 STATES = (
@@ -45,7 +50,10 @@ STATES = (
 )
 """Keys whose product is the number of values in one layer's recurrent state."""
 STATELESS = ("mlp", "moe", "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
-LATENT_WIDTH = 576  # values of a token's latent vector in a layer: DeepSeek's kv_lora_rank 512 and a rotary part of 64
+ALTERNATION = {"gemma2": 2, "gemma3_text": 6, "llama4_text": 4}
+"""Model type -> each how many layers one is of full attention, where config.json does not say it."""
+QUANTISING_ATTENTION = ("fp8", "nvfp4")
+ATTENTION_MODULE = r"(attn|mixer)\.\w*proj"
 SPARED_ATTENTION = r"self_attn(\W*|\.kv_\w*proj\w*)$"  # modules of a quantisation recipe that keep attention in bf16
 GENERATION_CONFIG = "generation_config.json"
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -85,7 +93,7 @@ def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
         model_type=str(raw.get("model_type", "unknown")),
         vocab_size=required_size(inner, "vocab_size", folder),
         hidden_size=required_size(inner, "hidden_size", folder),
-        num_layers=required_size(inner, "num_hidden_layers", folder),
+        num_layers=_layers_listed(inner) or required_size(inner, "num_hidden_layers", folder),
         max_position_embeddings=longest if type(longest) is int else None,
         **_rope(inner),
         special_tokens={key: ids for key in SPECIAL_TOKENS if (ids := _ids(inner.get(key, raw.get(key))))},
@@ -136,6 +144,19 @@ def _first(fields: Mapping[str, object], keys: Sequence[str]) -> int:
     return next((size for key in keys if (size := _size(fields, key))), 0)
 
 
+class CachedLayer(NamedTuple):
+    """What one layer keeps of a sequence."""
+
+    width: int  # numbers of an entry: keys and values of all heads, or a latent vector
+    window: int | None = None  # tokens that it keeps; None = the whole sequence
+    tokens: int = 1  # tokens that one entry stands for
+    index: int = 0  # bytes of an entry that chooses which tokens are attended; it has a format of its own
+
+    def bytes(self, each: float, tokens: int) -> float:
+        """Bytes for a sequence of `tokens` tokens, with `each` bytes for a number."""
+        return min(self.window or tokens, tokens) / self.tokens * (self.width * each + self.index)
+
+
 @dataclass(frozen=True)
 class TargetLayout:
     """Layout of a target on an engine's devices."""
@@ -145,7 +166,7 @@ class TargetLayout:
     attention_heads: int
     kv_heads: int
     head_dim: int
-    latent: bool  # DeepSeek's attention: one latent vector per token instead of keys and values per head
+    latent: bool  # DeepSeek's attention: latent vectors that all heads share instead of keys and values per head
     experts: int  # 0 = dense
     experts_per_token: int  # experts that process one token
     expert_bytes: int  # bytes of the experts among `weight_bytes`
@@ -156,18 +177,14 @@ class TargetLayout:
     weight_bytes: int  # bytes on all devices together, estimated from the sizes; accurate to a few per cent
     recurrent: bool  # some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)
     penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
-    kv_windows: tuple[int | None, ...]  # window of each layer with keys and values; None = the whole sequence
+    kv_layers: tuple[CachedLayer, ...]  # the layers with keys and values
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
     dtype: str | None = None  # number format of what is not quantised (`float16`); None = not in config.json
-    full_width: int = 0  # numbers in a token's K/V in a layer of full attention; 0 = as many as in any other (Gemma 4)
     state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
 
     def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
         """Bytes of one sequence's keys and values, in all heads of the layers that have them, each up to its window."""
-        width = LATENT_WIDTH if self.latent else 2 * self.kv_heads * self.head_dim
-        full = self.full_width or width
-        held = (min(window, tokens) * width if window else tokens * full for window in self.kv_windows)
-        return int(sum(held) * bytes_each)
+        return int(sum(layer.bytes(bytes_each, tokens) for layer in self.kv_layers))
 
 
 def target_configuration(model: Model) -> Path:
@@ -189,32 +206,28 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     named = raw.get("architectures")
     shape, inner = _shape(raw, folder, model.model), language_model(raw)
     recipe = read_recipe(raw, folder)
-    heads = _size(inner, "num_attention_heads", 1)
+    heads, compressed = _size(inner, "num_attention_heads", 1), isinstance(inner.get("compress_ratios"), list)
     native = native_format(recipe)
-    # FP8 and NVFP4 checkpoints quantise attention too, but for those that list it; MXFP4 and INT4 ones keep it in bf16.
-    attention_too = bool({"fp8", "nvfp4"} & {model.quantization, native}) and not _spares(recipe, SPARED_ATTENTION)
-    sizes = _weights(inner, model.quantization, native, attention_too=attention_too)
-    weight_bytes, expert_bytes, active_parameters = sizes
+    weight_bytes, expert_bytes, active_parameters = _weights(inner, *_bits(inner, recipe, model.quantization))
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
         attention_heads=heads,
         kv_heads=_size(inner, "num_key_value_heads", heads),
         head_dim=_head_dim(inner),
-        latent=bool(_size(inner, "kv_lora_rank")),
+        latent=bool(_size(inner, "kv_lora_rank") or compressed),
         experts=_first(inner, EXPERTS),
         experts_per_token=_first(inner, CHOSEN),
         expert_bytes=expert_bytes,
         active_parameters=active_parameters,
         native_quantization=native,
-        head_is_quantized=native == "nvfp4" and not _spares(recipe, "lm_head"),
+        head_is_quantized=native == "nvfp4" and not _spares(recipe, "lm_head") or "lm_head" in _listed(recipe),
         weight_bytes=weight_bytes,
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
-        kv_windows=_kv_windows(inner),
-        full_width=2 * _size(inner, "num_global_key_value_heads") * _size(inner, "global_head_dim"),
+        kv_layers=tuple(_compressed_layers(inner) if compressed else _kv_layers(inner)),
         state_bytes=_state_bytes(inner),
-        quantized_kv=bool(recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
+        quantized_kv=bool(compressed or recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
         dtype=_dtype(inner) or _dtype(raw),
     )
 
@@ -261,6 +274,36 @@ def _spares(recipe: Mapping[str, object], pattern: str) -> bool:
     return any(re.search(pattern, str(module)) for modules in spared if isinstance(modules, list) for module in modules)
 
 
+def _listed(recipe: Mapping[str, object]) -> Mapping[str, str]:
+    # Module -> its format, in a recipe of ModelOpt's MIXED_PRECISION.
+    layers = recipe.get("quantized_layers")
+    found = layers.items() if isinstance(layers, dict) else ()
+    return {module: str(entry.get("quant_algo")).lower() for module, entry in found if isinstance(entry, dict)}
+
+
+def _bits(
+    inner: Mapping[str, object], recipe: Mapping[str, object], asked: Quantization
+) -> tuple[float, float, float]:
+    """Bits of a weight of an MLP, of attention, and of routed experts."""
+    # FP8 and NVFP4 checkpoints quantise attention too, but for those that list it; MXFP4 and INT4 ones keep it in bf16.
+    native, spared = native_format(recipe), _spares(recipe, SPARED_ATTENTION)
+    if asked != "none":
+        return BITS[asked], 16 if spared or asked not in QUANTISING_ATTENTION else BITS[asked], BITS[asked]
+    inside = BITS.get(native or "none", OTHER_BITS)
+    listed = [algorithm for module, algorithm in _listed(recipe).items() if re.search(ATTENTION_MODULE, module)]
+    attention = inside if native in QUANTISING_ATTENTION and not spared else 16
+    if listed:
+        attention = BITS["nvfp4" if "nvfp4" in listed[0] else "fp8"]
+    of_experts = recipe.get("moe_quant_algo") or ("mxfp4" if inner.get("expert_dtype") == "fp4" else native)
+    return inside, attention, BITS.get(str(of_experts).lower(), inside)
+
+
+def _layers_listed(inner: Mapping[str, object]) -> int:
+    # Nemotron 3 Ultra's config.json has the list of layers and not their number.
+    listed = inner.get("layers_block_type") if inner.get("num_hidden_layers") is None else None
+    return len(listed) if isinstance(listed, list) else 0
+
+
 def layer_kinds(inner: Mapping[str, object]) -> list[str]:
     """Type of every layer in transformers' names, by the keys of all families that are known."""
     count, kind = _size(inner, "num_hidden_layers"), str(inner.get("model_type"))
@@ -280,9 +323,13 @@ def layer_kinds(inner: Mapping[str, object]) -> list[str]:
     if interval or period:  # Qwen3-Next, and Jamba
         offset = _size(inner, "attn_layer_offset") if period else interval - 1
         return [FULL if i % (period or interval) == offset else "linear_attention" for i in range(count)]
-    pattern = _size(inner, "sliding_window_pattern")
-    if pattern > 1 and inner.get("sliding_window"):  # Gemma 3
-        return [FULL if i % pattern == pattern - 1 else SLIDING for i in range(count)]
+    listed = inner.get("hybrid_layer_pattern")
+    if isinstance(listed, list):  # MiMo-V2
+        return [SLIDING if one else FULL for one in listed]
+    pattern = _size(inner, "sliding_window_pattern", ALTERNATION.get(kind, 0))
+    other = "chunked_attention" if kind == "llama4_text" else SLIDING
+    if pattern > 1 and inner.get(WINDOWS[other]):  # Gemma 2 and 3, Llama 4
+        return [FULL if i % pattern == pattern - 1 else other for i in range(count)]
     # Mistral slides everywhere, Qwen2 behind a switch and from `max_window_layers` on.
     slides = bool(inner.get("sliding_window", kind == "mistral")) and inner.get("use_sliding_window", kind in SLIDERS)
     most = inner.get("max_window_layers", 28)
@@ -290,11 +337,41 @@ def layer_kinds(inner: Mapping[str, object]) -> list[str]:
     return [SLIDING if slides and index >= first else FULL for index in range(count)]
 
 
-def _kv_windows(inner: Mapping[str, object]) -> tuple[int | None, ...]:
+def _kv_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
     kinds = layer_kinds(inner)
     kinds = kinds[: len(kinds) - _size(inner, "num_kv_shared_layers")]  # Gemma's last layers read earlier ones' K/V
-    held = [kind for kind in kinds if not kind.startswith(RECURRENT_LAYERS)]
-    return tuple(_size(inner, WINDOWS[kind]) or None if kind in WINDOWS else None for kind in held)
+    heads, dim = _size(inner, "num_key_value_heads", _size(inner, "num_attention_heads", 1)), _head_dim(inner)
+    plain = heads * (dim + _size(inner, "v_head_dim", dim))  # MiMo-V2's values are narrower than its keys
+    full = 2 * _size(inner, "num_global_key_value_heads") * _size(inner, "global_head_dim")  # Gemma 4
+    narrow, wide = _size(inner, "swa_head_dim", dim), _size(inner, "swa_v_head_dim", _size(inner, "swa_head_dim", dim))
+    sliding = _size(inner, "swa_num_key_value_heads") * (narrow + wide)  # MiMo-V2
+    rank, indexers = _size(inner, "kv_lora_rank"), inner.get("indexer_types")
+    for layer, kind in enumerate(kinds):
+        if kind.startswith(RECURRENT_LAYERS):
+            continue
+        if rank:  # `indexer_types`: GLM-5.2's "shared" layers have no index of their own
+            shares = isinstance(indexers, list) and indexers[layer : layer + 1] == ["shared"]
+            yield CachedLayer(rank + _size(inner, "qk_rope_head_dim"), index=0 if shares else _index_bytes(inner))
+        elif kind in WINDOWS:
+            yield CachedLayer(sliding or plain, _size(inner, WINDOWS[kind]) or None)
+        else:
+            yield CachedLayer(full or plain)
+
+
+def _index_bytes(inner: Mapping[str, object]) -> int:
+    # FP8, and a float32 scale for 128 numbers (SGLang `mem_cache/deepseek_v4_memory_pool.py`).
+    numbers = _size(inner, "index_head_dim")
+    return numbers + numbers // 128 * 4
+
+
+def _compressed_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
+    # DeepSeek-V4: the latent vectors of a window in each layer, and those of 4 or of 128 tokens together in most of
+    # them. A vector is FP8 but for its rotary part, and has 8 bytes of scales. Those of 4 tokens are chosen by an index.
+    width, ratios = _head_dim(inner) + _size(inner, "qk_rope_head_dim") + 8, inner.get("compress_ratios")
+    for ratio in ratios[: _size(inner, "num_hidden_layers")] if isinstance(ratios, list) else []:
+        yield CachedLayer(width, _size(inner, "sliding_window", 128))
+        if isinstance(ratio, int) and ratio > 0:
+            yield CachedLayer(width, tokens=ratio, index=_index_bytes(inner) if ratio == 4 else 0)
 
 
 def _state_bytes(inner: Mapping[str, object]) -> int:
@@ -311,9 +388,8 @@ def _state_bytes(inner: Mapping[str, object]) -> int:
 
 
 def _recurrent(inner: Mapping[str, object]) -> bool:
-    kinds = inner.get("layer_types")
-    named = isinstance(kinds, list) and any(str(kind).startswith(RECURRENT_LAYERS) for kind in kinds)
-    return named or any(inner.get(key) for key in RECURRENT_KEYS)
+    keeping = [kind for kind in layer_kinds(inner) if not kind.startswith(("mlp", "moe"))]
+    return any(kind.startswith(RECURRENT_LAYERS) for kind in keeping) or any(map(inner.get, RECURRENT_KEYS))
 
 
 def _head_dim(inner: Mapping[str, object]) -> int:
@@ -321,29 +397,42 @@ def _head_dim(inner: Mapping[str, object]) -> int:
 
 
 def _weights(
-    inner: Mapping[str, object], asked: Quantization, native: str | None, *, attention_too: bool
+    inner: Mapping[str, object], inside: float, of_attention: float, of_experts: float
 ) -> tuple[int, int, int]:
-    """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with."""
-    inside = BITS[asked] if asked != "none" else BITS.get(native or "none", OTHER_BITS)
-    outside = inside if attention_too else 16.0
+    """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with.
+
+    Args:
+        inner: the language model's part of config.json.
+        inside: bits of a weight of an MLP.
+        of_attention: and of one of attention.
+        of_experts: and of one of routed experts.
+    """
     hidden, experts, kinds = _size(inner, "hidden_size"), _first(inner, EXPERTS), layer_kinds(inner)
     ends = _size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
-    wide = _size(inner, "intermediate_size")
-    if {"mlp", "moe"} & set(kinds):  # Nemotron-H, whose MLPs are layers, of two matrices each
-        matrices, dense, sparse = 2, kinds.count("mlp"), kinds.count("moe")
-    elif inner.get("enable_moe_block"):  # Gemma 4 has both in every layer
-        matrices, dense, sparse = 3, len(kinds), len(kinds)
-    else:
-        matrices, dense = 3, _size(inner, "first_k_dense_replace") if experts else len(kinds)
-        sparse = len(kinds) - dense
-    each = _size(inner, "moe_intermediate_size", wide)
-    expert = matrices * _size(inner, "moe_latent_size", hidden) * each * sparse
-    shared = _size(inner, "n_shared_experts") * _size(inner, "moe_shared_expert_intermediate_size", each)
+    matrices, dense, sparse = _mlps(inner, kinds)
+    each = _size(inner, "moe_intermediate_size", _size(inner, "intermediate_size"))
+    expert = matrices * (_first(inner, EXPERT_WIDTHS) or hidden) * each * sparse
+    shared = _first(inner, SHARED_EXPERTS) or int(inner.get("model_type") == "llama4_text")  # Llama 4 does not say it
+    shared *= _size(inner, "moe_shared_expert_intermediate_size", each)
     shared = sparse * (shared or _size(inner, "shared_expert_intermediate_size"))  # the second: Qwen
-    mlp = matrices * hidden * (wide * dense + shared)
+    mlp = matrices * hidden * ((_first(inner, DENSE_WIDTHS) or _size(inner, "intermediate_size")) * dense + shared)
     attention, routed = sum(_mixer(inner, hidden, kind) for kind in kinds), expert * experts
-    whole = (mlp + routed) * inside + attention * outside + ends * 16
-    return int(whole / 8), int(routed * inside / 8), mlp + expert * _first(inner, CHOSEN) + attention + ends
+    whole = mlp * inside + routed * of_experts + attention * of_attention + ends * 16
+    return int(whole / 8), int(routed * of_experts / 8), mlp + expert * _first(inner, CHOSEN) + attention + ends
+
+
+def _mlps(inner: Mapping[str, object], kinds: Sequence[str]) -> tuple[int, int, int]:
+    # Matrices of an MLP, and numbers of layers with a dense one and with experts.
+    if {"mlp", "moe"} & set(kinds):  # Nemotron-H, whose MLPs are layers, of two matrices each
+        return 2, kinds.count("mlp"), kinds.count("moe")
+    if inner.get("enable_moe_block"):  # Gemma 4 has both in every layer
+        return 3, len(kinds), len(kinds)
+    if not _first(inner, EXPERTS):
+        return 3, len(kinds), 0
+    listed, step = inner.get("moe_layer_freq"), _size(inner, "interleave_moe_layer_step")  # the second: Llama 4
+    sparse = sum(map(bool, listed)) if isinstance(listed, list) else len(kinds) - _size(inner, "first_k_dense_replace")
+    sparse = len(kinds) // step if step else sparse
+    return 3, len(kinds) - sparse, sparse
 
 
 def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
@@ -354,6 +443,10 @@ def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
     if kind == "linear_attention" and heads and groups:  # Qwen3-Next, Qwen3.5: q, k; v, its gate and the output
         keys, values = groups * _size(inner, "linear_key_head_dim"), heads * _size(inner, "linear_value_head_dim")
         return hidden * (2 * keys + 3 * values)
+    linear = inner.get("linear_attn_config")
+    if kind == "linear_attention" and isinstance(linear, dict):  # Kimi-Linear: q, k, v and the output, and K3's gate
+        matrices = 5 if linear.get("use_full_rank_gate") else 4
+        return matrices * hidden * _size(linear, "num_heads") * _size(linear, "head_dim")
     if kind == "mamba" and (values := _size(inner, "mamba_num_heads") * _size(inner, "mamba_head_dim")):
         return hidden * (3 * values + 2 * _size(inner, "n_groups") * _size(inner, "ssm_state_size"))
     return _attention(inner, hidden)
@@ -362,7 +455,10 @@ def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
 def _attention(inner: Mapping[str, object], hidden: int) -> int:
     # Grouped queries, or DeepSeek's latent form (Kimi).
     heads = _size(inner, "num_attention_heads", 1)
-    rank = _size(inner, "kv_lora_rank")
+    rank, output = _size(inner, "kv_lora_rank"), _size(inner, "o_lora_rank")
+    if output:  # DeepSeek-V4: one latent vector is keys and values; the output goes through groups of heads
+        query, width = _size(inner, "q_lora_rank"), heads * _head_dim(inner)
+        return hidden * (query + _head_dim(inner) + _size(inner, "o_groups") * output) + width * (query + output)
     if rank:
         query, nope = _size(inner, "q_lora_rank"), _size(inner, "qk_nope_head_dim")
         rope, value = _size(inner, "qk_rope_head_dim"), _size(inner, "v_head_dim")

@@ -62,6 +62,9 @@ KV_LAYERS = {
     "Kimi-Linear": ({"linear_attn_config": {"full_attn_layers": [4]}}, (None,)),
     "MiniMax": ({"attn_type_list": [0, 0, 1, 0]}, (None,)),
     "Gemma 3": ({"sliding_window_pattern": 2}, (100, None, 100, None)),
+    "Gemma 3 without its pattern": ({"model_type": "gemma3_text", "num_hidden_layers": 7}, (*(5 * (100,)), None, 100)),
+    "Llama 4": ({"model_type": "llama4_text", "attention_chunk_size": 64}, (64, 64, 64, None)),
+    "MiMo-V2": ({"hybrid_layer_pattern": [0, 1, 1, 0]}, (None, 100, 100, None)),
     "shared": ({"num_kv_shared_layers": 2}, (None, None)),
     "Mistral": ({"model_type": "mistral"}, (100,) * 4),
     "Qwen2 with its switch off": ({"use_sliding_window": False}, (None,) * 4),
@@ -74,7 +77,7 @@ def test_only_layers_with_keys_and_values_are_counted(
     keys: dict[str, object], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     found = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **HYBRID, **keys})
-    assert found.kv_windows == windows
+    assert tuple(layer.window for layer in found.kv_layers) == windows
     one = 2 * found.kv_heads * found.head_dim * 2
     assert found.kv_bytes(2, 1000) == one * sum(window or 1000 for window in windows)
 
@@ -132,6 +135,95 @@ def test_attention_that_a_recipe_spares_is_in_bf16(spared: list[str], gigabytes:
     assert found.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.05)
 
 
+DEEPSEEK_V4: dict[str, object] = {
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024,
+    "o_groups": 8, "sliding_window": 128, "compress_ratios": [0, 0, *(21 * [4, 128])], "index_head_dim": 128,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
+    "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"},
+}  # fmt: skip
+"""Of DeepSeek-V4-Flash. The last of its ratios is of the layer that predicts a second token."""
+
+
+def test_vectors_of_compressed_tokens_are_counted(tmp_path: Path) -> None:
+    found = layout(tmp_path, DEEPSEEK_V4)
+    assert found.latent
+    assert found.quantized_kv
+    window, of_four, of_many = 43 * 128 * 584, 21 * 2500 * (584 + 132), 20 * (10_000 / 128) * 584
+    assert found.kv_bytes(1, 10_000) == window + of_four + of_many
+
+
+def test_an_index_is_counted_in_the_layers_that_have_one(tmp_path: Path) -> None:
+    keys = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    own = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys})
+    assert own.kv_bytes(2, 10) == 4 * 10 * (576 * 2 + 132)
+    shared = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys, "indexer_types": ["full", *(3 * ["shared"])]})
+    assert shared.kv_bytes(2, 10) == 4 * 10 * 576 * 2 + 10 * 132
+
+
+def test_layers_with_a_window_may_have_heads_of_their_own(tmp_path: Path) -> None:
+    keys: dict[str, object] = {
+        "num_hidden_layers": 3, "hybrid_layer_pattern": [0, 1, 1], "num_key_value_heads": 4, "head_dim": 192,
+        "v_head_dim": 128, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+        "sliding_window": 128,
+    }  # fmt: skip
+    found = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys})
+    assert found.kv_bytes(2, 10_000) == 2 * (10_000 * 4 * 320 + 2 * 128 * 8 * 320)
+
+
+LISTED = {
+    "nothing": ({"quant_algo": "MIXED_PRECISION"}, 29.1, False),
+    "FP8 attention, NVFP4 MLPs and head": (
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4"},
+                "model.layers.0.linear_attn.in_proj_qkv": {"quant_algo": "FP8"},
+                "lm_head": {"quant_algo": "W4A16_NVFP4"},
+            },
+        },
+        21.9,
+        True,
+    ),
+}
+"""Recipe of a mixed checkpoint of Qwen3.6-27B -> gigabytes, and whether its head is quantised."""
+
+
+@pytest.mark.parametrize(("recipe", "gigabytes", "head"), LISTED.values(), ids=LISTED)
+def test_formats_of_a_mixed_checkpoint_are_read_by_module(
+    recipe: dict[str, object], gigabytes: float, head: bool, tmp_path: Path
+) -> None:
+    keys = HYBRID_WEIGHTS["Qwen3.5-27B"][0]
+    asked = {"quantization_config": {"quant_method": "modelopt", **recipe}}
+    found = layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys, **asked})
+    assert found.weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert found.head_is_quantized == head
+
+
+RECURRENT: dict[str, dict[str, object]] = {
+    "Nemotron 3.5": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+    "Qwen3-Next": {"full_attention_interval": 4},
+    "Bamba": {"attn_layer_indices": [1]},
+    "MiniMax": {"attn_type_list": [0, 0, 1, 0]},
+    "LFM2": {"layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("keys", RECURRENT.values(), ids=RECURRENT)
+def test_a_target_is_recurrent_by_any_of_the_keys_that_tell_it(keys: dict[str, object], tmp_path: Path) -> None:
+    assert layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], "num_hidden_layers": 4, **keys}).recurrent
+
+
+def test_experts_as_layers_do_not_make_a_target_recurrent(tmp_path: Path) -> None:
+    keys = {"num_hidden_layers": 2, "layers_block_type": ["attention", "moe"]}
+    assert not layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys}).recurrent
+
+
+def test_the_number_of_layers_may_be_that_of_their_list(tmp_path: Path) -> None:
+    keys = {"num_hidden_layers": None, "layers_block_type": 54 * ["mamba", "moe"]}  # Nemotron 3 Ultra
+    assert layout(tmp_path, {**TARGETS["Qwen/Qwen3-8B"], **keys}).shape.num_layers == 108
+
+
 HYBRID_WEIGHTS: dict[str, tuple[dict[str, object], float, float]] = {
     "Qwen3.5-27B": (
         {
@@ -180,6 +272,38 @@ HYBRID_WEIGHTS: dict[str, tuple[dict[str, object], float, float]] = {
          "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
          "layer_types": 5 * [*(5 * ["sliding_attention"]), "full_attention"]},
         50.5, 3.8,
+    ),
+    "DeepSeek-V4-Flash, 284 billion, experts in MXFP4": (DEEPSEEK_V4, 155, 13.2),
+    "Llama-4-Maverick, 400 billion": (
+        {
+            "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+        801, 17.2,
+    ),
+    "MiMo-V2-Flash, 309 billion in FP8": (
+        {
+            "vocab_size": 152576, "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48,
+            "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "moe_intermediate_size": 2048,
+            "moe_layer_freq": [0, *(47 * [1])], "n_routed_experts": 256, "num_experts_per_tok": 8,
+            "quantization_config": {"quant_method": "fp8"},
+        },
+        310, 15.9,
+    ),
+    "Kimi-K3, 2.8 trillion, experts in MXFP4": (
+        {
+            "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 33792, "num_hidden_layers": 93,
+            "num_attention_heads": 96, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1, "moe_intermediate_size": 3072,
+            "num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 2, "routed_expert_hidden_size": 3584,
+            "linear_attn_config": {
+                "full_attn_layers": [*range(4, 93, 4), 93], "num_heads": 96, "head_dim": 128, "use_full_rank_gate": True
+            },
+            "quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        },
+        1526, 97.7,
     ),
 }  # fmt: skip
 """Published sizes -> gigabytes of weights, and billions of parameters that one token meets."""
