@@ -183,7 +183,8 @@ class LaunchPlan(Launch):
         parallel = self.deployment.parallel
         split = 1 if parallel.attention_data else parallel.tensor
         each, shared = kv_bytes_each(self.deployment, self.target), min(split, self.target.kv_heads)
-        shared, most = 1 if self.target.latent else shared, max((one.window or 0 for one in self.target.kv_layers), default=0)
+        shared = 1 if self.target.latent else shared
+        most = max((layer.window or 0 for layer in self.target.kv_layers), default=0)
         token = (self.target.kv_bytes(each, most + 1) - self.target.kv_bytes(each, most)) // shared
         windows = self.target.kv_bytes(each, most) // shared - most * token
         drafter, states = 0, 1
@@ -226,7 +227,7 @@ def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:
         )
         what = f"one device needs {target} for the target, {drafter} for the drafter and {running} to run"
         do = "use more devices (parallel.tensor), or a quantised target"
-        yield Problem(f"{what}, but a {plan.gpu.name} has {total}", "hardware", do)
+        yield Problem(f"{what}, but one {plan.gpu.name} has {total}", "hardware", do)
         return
     longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
     if longest is not None and memory.tokens < longest:

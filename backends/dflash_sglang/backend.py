@@ -233,7 +233,7 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         elif not plan.target.latent and "attention-backend" not in plan.given:
             kernels = kernels_of(gpu)
             drafts = f", {kernels.drafter} for the drafter" if plan.drafter is not None else ""
-            yield Choice("attention kernels", f"{kernels.target}{drafts}", f"what serves DFlash on a {gpu.name}")
+            yield Choice("attention kernels", f"{kernels.target}{drafts}", f"what serves DFlash on {gpu.name}")
         if deployment.hardware.dtype == "auto":
             yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
 

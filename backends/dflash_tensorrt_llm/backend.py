@@ -310,7 +310,8 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
                 yield Choice("kv_cache.block_reuse", "false", why)
         if plan.gpu is None:
             yield Choice("hardware.gpu", "not named", "memory is not checked")
-        yield Choice("release", f"{plan.release}", "the installed one, or the newest whose sources were read")
+        why = "TensorRT-LLM's: the installed one, or else the newest whose sources were read"
+        yield Choice("release", f"{plan.release}", why)
 
     def notes(self, plan: TensorRTLLMPlan) -> Iterator[str]:
         """Limits that no key of the deployment mentions."""

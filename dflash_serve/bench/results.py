@@ -55,6 +55,9 @@ class Run(Figures):
     def cell(self) -> Cell:
         return Cell(self.variant, self.concurrency, self.round)
 
+    def __str__(self) -> str:
+        return f"{self.variant}, {counted(self.concurrency, 'user')}, round {self.round + 1}"
+
 
 class Point(Frozen):
     """A variant at a concurrency: medians over rounds."""
@@ -366,7 +369,7 @@ class ReportData:
 
 
 def _at_each(ratios: Sequence[LoadRatio]) -> str:
-    words = [f"{each} at {each.users}" + (" user" if each.users == 1 else " users") for each in ratios[:1]]
+    words = [f"{each} at {counted(each.users, 'user')}" for each in ratios[:1]]
     return ", ".join([*words, *(f"{each} at {each.users}" for each in ratios[1:])])
 
 
@@ -414,7 +417,7 @@ def html_page(package: str, **values: Any) -> str:
     from jinja2 import Environment, StrictUndefined
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters.update(figure=_figure, counted=_counted)
+    jinja.filters.update(figure=_figure, counted=counted)
     return jinja.from_string((files(package) / TEMPLATE).read_text(encoding="utf-8")).render(**values)
 
 
@@ -454,5 +457,6 @@ def _figure(value: float | None, digits: int = 1, unit: str = "") -> str:
     return UNKNOWN if value is None else f"{value:,.{digits}f}{unit}"
 
 
-def _counted(count: int, word: str) -> str:
+def counted(count: int, word: str) -> str:
+    """`1 user`, `2 users`."""
     return f"{count} {word}" + ("" if count == 1 else "s")

@@ -157,7 +157,7 @@ class Certification:
                 break
 
     def _ran(self, run: Run, until: float) -> None:
-        self.tell(f"{run.variant}, {run.concurrency} users, round {run.round + 1}: {run.throughput:.1f} tokens/s")
+        self.tell(f"{run}: {run.throughput:.1f} tokens/s")
         self._longest, self._last = max(self._longest, self.spent - self._last), self.spent
         self.check(until - self._longest)  # the next run may take as long
 
@@ -309,8 +309,9 @@ class Certification:
             rounds = {each.users: each.rounds for each in ratios}
             none = [str(users) for users in self.settings.concurrency if users not in rounds]
             few = [str(users) for users, count in rounds.items() if count < DECIDING]
-            yield from [f"{name} at {', '.join(none)} users"] if none else []
-            yield from [f"{name} at {', '.join(few)} users in {DECIDING} rounds, the fewest that decide"] if few else []
+            yield from [f"{name}, users at once: {', '.join(none)}"] if none else []
+            told = f"in {DECIDING} rounds, the fewest that decide: {name}, users at once: {', '.join(few)}"
+            yield from [told] if few else []
 
     def _expected(self) -> Expected | None:
         drafter = next(v.drafter for v in self.variants.values() if v.drafter)

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.bench.results import LoadRatio, html_page
+from dflash_serve.bench.results import LoadRatio, counted, html_page
 from dflash_serve.bench.settings import AUTO, OFF
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import write_whole
@@ -240,7 +240,7 @@ def compare(old: Certificate, new: Certificate) -> tuple[bool, list[str]]:
         was = before.get((point["variant"], point["concurrency"]), point)
         if point["highest"] < was["lowest"] or point["lowest"] > was["highest"]:
             change = point["throughput_per_device"] / was["throughput_per_device"] - 1
-            lines.append(f"{point['variant']} at {point['concurrency']} users: tokens/s {change:+.0%}")
+            lines.append(f"{point['variant']}, {counted(point['concurrency'], 'user')}: tokens/s {change:+.0%}")
             worse |= point["highest"] < was["lowest"] and min(point["rounds"], was["rounds"]) >= DECIDING
     return worse, [*lines, *(f"now wrong: {text}" for text in new.wrong if text not in old.wrong)]
 

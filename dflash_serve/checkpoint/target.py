@@ -150,11 +150,11 @@ class CachedLayer(NamedTuple):
     width: int  # numbers of an entry: keys and values of all heads, or a latent vector
     window: int | None = None  # tokens that it keeps; None = the whole sequence
     tokens: int = 1  # tokens that one entry stands for
-    index: int = 0  # bytes of an entry that chooses which tokens are attended; it has a format of its own
+    index_bytes: int = 0  # bytes of an entry that chooses which tokens are attended; it has a format of its own
 
     def bytes(self, each: float, tokens: int) -> float:
         """Bytes for a sequence of `tokens` tokens, with `each` bytes for a number."""
-        return min(self.window or tokens, tokens) / self.tokens * (self.width * each + self.index)
+        return min(self.window or tokens, tokens) / self.tokens * (self.width * each + self.index_bytes)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         expert_bytes=expert_bytes,
         active_parameters=active_parameters,
         native_quantization=native,
-        head_is_quantized=native == "nvfp4" and not _spares(recipe, "lm_head") or "lm_head" in _listed(recipe),
+        head_is_quantized=(native == "nvfp4" and not _spares(recipe, "lm_head")) or "lm_head" in _listed(recipe),
         weight_bytes=weight_bytes,
         recurrent=_recurrent(inner),
         penalises=_penalises(folder),
@@ -281,9 +281,7 @@ def _listed(recipe: Mapping[str, object]) -> Mapping[str, str]:
     return {module: str(entry.get("quant_algo")).lower() for module, entry in found if isinstance(entry, dict)}
 
 
-def _bits(
-    inner: Mapping[str, object], recipe: Mapping[str, object], asked: Quantization
-) -> tuple[float, float, float]:
+def _bits(inner: Mapping[str, object], recipe: Mapping[str, object], asked: Quantization) -> tuple[float, float, float]:
     """Bits of a weight of an MLP, of attention, and of routed experts."""
     # FP8 and NVFP4 checkpoints quantise attention too, but for those that list it; MXFP4 and INT4 ones keep it in bf16.
     native, spared = native_format(recipe), _spares(recipe, SPARED_ATTENTION)
@@ -323,9 +321,8 @@ def layer_kinds(inner: Mapping[str, object]) -> list[str]:
     if interval or period:  # Qwen3-Next, and Jamba
         offset = _size(inner, "attn_layer_offset") if period else interval - 1
         return [FULL if i % (period or interval) == offset else "linear_attention" for i in range(count)]
-    listed = inner.get("hybrid_layer_pattern")
-    if isinstance(listed, list):  # MiMo-V2
-        return [SLIDING if one else FULL for one in listed]
+    if isinstance(sliding := inner.get("hybrid_layer_pattern"), list):  # MiMo-V2
+        return [SLIDING if one else FULL for one in sliding]
     pattern = _size(inner, "sliding_window_pattern", ALTERNATION.get(kind, 0))
     other = "chunked_attention" if kind == "llama4_text" else SLIDING
     if pattern > 1 and inner.get(WINDOWS[other]):  # Gemma 2 and 3, Llama 4
@@ -351,7 +348,7 @@ def _kv_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
             continue
         if rank:  # `indexer_types`: GLM-5.2's "shared" layers have no index of their own
             shares = isinstance(indexers, list) and indexers[layer : layer + 1] == ["shared"]
-            yield CachedLayer(rank + _size(inner, "qk_rope_head_dim"), index=0 if shares else _index_bytes(inner))
+            yield CachedLayer(rank + _size(inner, "qk_rope_head_dim"), index_bytes=0 if shares else _index_bytes(inner))
         elif kind in WINDOWS:
             yield CachedLayer(sliding or plain, _size(inner, WINDOWS[kind]) or None)
         else:
@@ -366,12 +363,12 @@ def _index_bytes(inner: Mapping[str, object]) -> int:
 
 def _compressed_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
     # DeepSeek-V4: the latent vectors of a window in each layer, and those of 4 or of 128 tokens together in most of
-    # them. A vector is FP8 but for its rotary part, and has 8 bytes of scales. Those of 4 tokens are chosen by an index.
+    # them. A vector is FP8 but for its rotary part, and has 8 bytes of scales. An index chooses those of 4 tokens.
     width, ratios = _head_dim(inner) + _size(inner, "qk_rope_head_dim") + 8, inner.get("compress_ratios")
     for ratio in ratios[: _size(inner, "num_hidden_layers")] if isinstance(ratios, list) else []:
         yield CachedLayer(width, _size(inner, "sliding_window", 128))
         if isinstance(ratio, int) and ratio > 0:
-            yield CachedLayer(width, tokens=ratio, index=_index_bytes(inner) if ratio == 4 else 0)
+            yield CachedLayer(width, tokens=ratio, index_bytes=_index_bytes(inner) if ratio == 4 else 0)
 
 
 def _state_bytes(inner: Mapping[str, object]) -> int:

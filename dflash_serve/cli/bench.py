@@ -121,5 +121,4 @@ def _tell(run: Run, done: int, planned: int) -> None:
     figures = [f"{run.throughput:.1f} tokens/s", "? tokens/s/user" if rate is None else f"{rate:.1f} tokens/s/user"]
     figures += [] if length is None else [f"τ {length:.2f}"]
     figures += [f"{run.errors} failed"] if run.errors else []
-    where = f"{run.variant}, {run.concurrency} users, round {run.round + 1}"
-    typer.echo(f"[{done}/{planned}] {where}: {', '.join(figures)}")
+    typer.echo(f"[{done}/{planned}] {run}: {', '.join(figures)}")

@@ -115,8 +115,12 @@ def require_writable(folder: Path) -> None:
     Raises:
         UserError: it cannot be made, or nothing can be written in it.
     """
-    write_whole(folder / ".writable", "", do="name another --output")
-    (folder / ".writable").unlink()
+    probe = folder / ".writable"
+    try:
+        write_whole(probe, "")
+    except UserError as error:
+        raise UserError(error.what, where=str(folder), do="name another --output") from None
+    probe.unlink()
 
 
 def require_file(path: Path) -> None:

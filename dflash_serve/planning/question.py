@@ -426,7 +426,7 @@ def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
 def _measured(point: Mapping[str, Any], copies: int) -> tuple[int, int, float, float, str] | str:
     # Batch, width, tokens a step, tokens/s and label of a bench's point at a fixed width; or why it is not used.
     variant, users = str(point["variant"]), int(point["concurrency"])
-    label, word = f"{variant}, {users} users", variant.removeprefix("fixed ")
+    label, word = f"{variant}, {users} user{'s' * (users != 1)}", variant.removeprefix("fixed ")
     width = 1 if variant == "off" else int(word) if word.isdecimal() else 0
     if not width:
         return f"{label} (its width changes)"

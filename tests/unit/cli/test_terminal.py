@@ -211,3 +211,11 @@ def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
     assert "own" in json.loads((tmp_path / "out.json").read_text())["tasks"]
+
+
+def test_an_interruption_while_the_verbs_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "dflash_serve", "--version"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
