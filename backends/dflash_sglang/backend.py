@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.backend import Choice, Command
@@ -25,21 +24,17 @@ LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
+DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
+
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
-@dataclass(frozen=True)
-class AttentionKernels:
-    """SGLang's names of the attention kernels that serve DFlash on a GPU."""
+def draft_kernels(gpu: Gpu) -> str:
+    """SGLang's name of the drafter's attention kernels, whose block is not causal: those of Blackwell or of Hopper.
 
-    target: str  # for a target with plain heads (not DeepSeek's latent form)
-    drafter: str
-    """The drafter's block is not causal: trtllm_mha would be refused (`_resolve_dflash_draft_attention_backend`)."""
-
-
-def kernels_of(gpu: Gpu) -> AttentionKernels:
-    """The kernels of Blackwell (SGLang's sm100) or Hopper."""
-    return AttentionKernels("trtllm_mha", "fa4") if gpu.is_blackwell else AttentionKernels("fa3", "fa3")
+    The target's are SGLang's choice, by model: Gemma 4 has none but `triton` on Hopper, Inkling none but `fa4`.
+    """
+    return "fa4" if gpu.is_blackwell else "fa3"
 
 
 def arguments(plan: SGLangPlan, folder: Path) -> list[str]:
@@ -51,7 +46,6 @@ def arguments(plan: SGLangPlan, folder: Path) -> list[str]:
         _limits(plan),
         _serving(plan, folder),
         _speculation(plan, folder),
-        _kernels(plan),
     )
     ours = [word for part in parts for flag in part for word in flag]
     return [*ours, "--enable-metrics", *argument_table(plan.deployment).words(plan.engine_args)]
@@ -158,17 +152,8 @@ def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
         yield "--sampling-defaults", "openai"
     if plan.deployment.speculation.draft_window is not None:
         yield "--speculative-draft-window-size", str(plan.deployment.speculation.draft_window)
-
-
-def _kernels(plan: SGLangPlan) -> Iterator[Flag]:
-    """SGLang's own choice where the GPU is not named, and for latent attention; the user's where one is given."""
-    if plan.gpu is None:
-        return
-    kernels, given = kernels_of(plan.gpu), plan.given
-    if not plan.target.latent and "attention-backend" not in given:
-        yield "--attention-backend", kernels.target
-    if plan.algorithm is not None and "speculative-draft-attention-backend" not in given:
-        yield "--speculative-draft-attention-backend", kernels.drafter
+    if plan.gpu is not None and DRAFT_KERNELS not in plan.given:
+        yield f"--{DRAFT_KERNELS}", draft_kernels(plan.gpu)
 
 
 SPECULATING_REQUESTS = 48
@@ -230,10 +215,9 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
             yield Choice("speculation.width", str(width), why)
         if gpu is None:
             yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
-        elif not plan.target.latent and "attention-backend" not in plan.given:
-            kernels = kernels_of(gpu)
-            drafts = f", {kernels.drafter} for the drafter" if plan.drafter is not None else ""
-            yield Choice("attention kernels", f"{kernels.target}{drafts}", f"what serves DFlash on {gpu.name}")
+        elif plan.algorithm is not None and DRAFT_KERNELS not in plan.given:
+            why = f"what serves DFlash on {gpu.name}; SGLang chooses the target's by model"
+            yield Choice("the drafter's attention", draft_kernels(gpu), why)
         if deployment.hardware.dtype == "auto":
             yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
 

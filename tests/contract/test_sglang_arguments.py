@@ -16,7 +16,7 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
 from dflash_serve.engine_args import pinned_parser
 from dflash_sglang import SGLangBackend
-from dflash_sglang.backend import kernels_of
+from dflash_sglang.backend import draft_kernels
 from dflash_sglang.engine_arguments import PINNED, _parser
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
@@ -121,8 +121,8 @@ def test_sglang_understands_what_we_write(
     assert resolved.speculative_num_draft_tokens == 8
     assert resolved.speculative_draft_model_quantization is None
     assert resolved.speculative_draft_kv_cache_dtype == "bfloat16"
-    assert resolved.speculative_draft_attention_backend == kernels_of(GPUS[gpu]).drafter
-    assert resolved.attention_backend == kernels_of(GPUS[gpu]).target
+    assert resolved.speculative_draft_attention_backend == draft_kernels(GPUS[gpu])
+    assert resolved.attention_backend == ("trtllm_mha" if GPUS[gpu].is_blackwell else "fa3"), "SGLang's own choice"
     assert (resolved.tp_size, resolved.ep_size) == (parallel.get("tensor", 1), parallel.get("expert", 1))
     assert resolved.attn_dp_size == (8 if "attention_data" in parallel else 1)
     assert (resolved.nnodes, resolved.node_rank) == ((2, 1) if "nodes" in parallel else (1, 0))

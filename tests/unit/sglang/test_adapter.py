@@ -281,6 +281,13 @@ def test_the_users_kernels_and_formats_take_the_place_of_ours(fields: dict[str, 
     assert told.count(f" --{name} ") == told.count(f" --{name} {value} ") == 1
 
 
+@pytest.mark.parametrize("gpu", ["h100", "b200"])
+def test_sglang_chooses_the_targets_kernels_by_model(fields: dict[str, Any], gpu: str) -> None:
+    told = command(fields, hardware={"gpu": gpu})
+    assert " --attention-backend " not in told, "trtllm_mha or fa3 crash with Inkling, and on Hopper with Gemma 4"
+    assert f" --speculative-draft-attention-backend {'fa4' if gpu == 'b200' else 'fa3'} " in told
+
+
 def test_where_no_number_of_requests_is_given_it_is_sglangs_own(fields: dict[str, Any]) -> None:
     assert "--max-running-requests" not in command(fields)
     choices = {choice.key: choice for choice in BACKEND.preview(deployed(fields), Path("/prepared")).choices}
