@@ -79,6 +79,18 @@ def unused_speculation(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(f"width {width}, but there is no drafter", "speculation.width", do)
 
 
+def quantization_problems(deployment: Deployment, target: TargetLayout) -> Iterator[Problem]:
+    """A number format of the target that its checkpoint has not; fp8 may be asked of bf16, which engines convert."""
+    asked, native = deployment.target.quantization, target.native_quantization
+    where = "target.quantization"
+    if asked != "none" and native not in (None, asked):
+        do = "leave it out: a quantised checkpoint says its format itself"
+        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, do)
+    elif asked in ("nvfp4", "mxfp4") and native is None:
+        what = f"{asked} is asked for, but the checkpoint is not quantised"
+        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
+
+
 def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Problem]:
     """More tokens than the target has positions."""
     asked, most = deployment.limits.max_model_len, target.max_position_embeddings

@@ -213,7 +213,12 @@ class LaunchPlan(Launch):
     def preview(self, folder: Path) -> Preview:
         adapter, folder = self.adapter, folder.resolve()
         files = [*adapter.own_files(self, folder), *adapter.draft_files(self), *adapter.shared_files(self)]
-        return Preview(files, list(adapter.choices(self)), list(adapter.notes(self)))
+        return Preview(files, list(adapter.choices(self)), [*adapter.notes(self), *self._unpacked()])
+
+    def _unpacked(self) -> Iterator[str]:
+        formats = (self.deployment.target.quantization, self.target.native_quantization)
+        if "nvfp4" in formats and self.gpu is not None and not self.gpu.is_blackwell:
+            yield f"{self.gpu.name} has no FP4 arithmetic: NVFP4 weights are unpacked at each use; they save memory only"
 
 
 def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:

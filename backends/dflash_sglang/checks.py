@@ -17,6 +17,7 @@ from dflash_serve.deployment_checks import (
     key_problems,
     length_problems,
     measurement_problems,
+    quantization_problems,
     tracing_problems,
     unused_speculation,
     window_problems,
@@ -204,15 +205,7 @@ def _precision(plan: SGLangPlan) -> Iterator[Problem]:
 
 
 def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
-    asked, native = plan.deployment.target.quantization, plan.target.native_quantization
-    where, gpu = "target.quantization", plan.gpu
-    if asked != "none" and native is not None and native != asked:
-        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, f"set it to {native}")
-    elif asked in ("nvfp4", "mxfp4") and native is None:
-        what = f"{asked} is asked for, but the checkpoint is not quantised"
-        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
-    if (asked == "nvfp4" or native == "nvfp4") and gpu is not None and not gpu.is_blackwell:
-        yield Problem(f"{gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
+    yield from quantization_problems(plan.deployment, plan.target)
     drafter, tensor = plan.drafter, plan.deployment.parallel.tensor
     is_plain = drafter is not None and drafter.family == "DFlash"
     if plan.target.head_is_quantized and is_plain and tensor > 1:  # others take it on any number (sglang#35534)

@@ -19,6 +19,7 @@ from dflash_serve.deployment_checks import (
     key_problems,
     length_problems,
     measurement_problems,
+    quantization_problems,
     tracing_problems,
     unused_speculation,
     window_problems,
@@ -158,15 +159,8 @@ def _devices(plan: VLLMPlan) -> Iterator[Problem]:
 
 
 def _precision(plan: VLLMPlan) -> Iterator[Problem]:
-    asked, native = plan.deployment.target.quantization, plan.target.native_quantization
-    where, drafter = "target.quantization", plan.deployment.drafter
-    if asked != "none" and native is not None and native != asked:
-        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, f"set it to {native}")
-    elif asked in ("nvfp4", "mxfp4") and native is None:
-        what = f"{asked} is asked for, but the checkpoint is not quantised"
-        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
-    if "nvfp4" in (asked, native) and plan.gpu is not None and not plan.gpu.is_blackwell:
-        yield Problem(f"{plan.gpu.name} has no FP4 arithmetic", where, "use fp8, or a b200 or b300")
+    drafter = plan.deployment.drafter
+    yield from quantization_problems(plan.deployment, plan.target)
     if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":
         what = "quantised drafters are not covered by this backend"
         yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")

@@ -94,10 +94,19 @@ def test_a_file_with_two_keys_is_refused(fields: dict[str, Any], tmp_path: Path)
     assert "has 2 keys" in problems(fields, serving={"api_key_file": str(tmp_path / "keys")})
 
 
-def test_nvfp4_on_hopper_is_found(fields: dict[str, Any], tmp_path: Path) -> None:
-    target = write_paper_target(tmp_path / "fp4", recipe=NVFP4)
-    found = problems(fields, target={"model": str(target)}, hardware={"gpu": "h100"})
-    assert "h100 has no FP4 arithmetic" in found
+def test_nvfp4_on_hopper_is_told(fields: dict[str, Any], tmp_path: Path) -> None:
+    target = {"model": str(write_paper_target(tmp_path / "fp4", recipe=NVFP4))}
+    on = {gpu: deployed(fields, target=target, hardware={"gpu": gpu}) for gpu in ("h100", "b200")}
+    assert [BACKEND.check(one) for one in on.values()] == [[], []]
+    notes = {gpu: " ".join(BACKEND.preview(one, tmp_path).notes) for gpu, one in on.items()}
+    assert "h100 has no FP4 arithmetic: NVFP4 weights are unpacked at each use" in notes["h100"]
+    assert "FP4" not in notes["b200"]
+
+
+def test_a_format_that_the_checkpoint_has_not_is_to_be_left_out(fields: dict[str, Any], tmp_path: Path) -> None:
+    recipe = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    target = {"model": str(write_paper_target(tmp_path / "mixed", recipe=recipe)), "quantization": "nvfp4"}
+    assert "nvfp4 is asked for, but the checkpoint is modelopt; leave it out" in problems(fields, target=target)
 
 
 def test_a_model_that_does_not_fit_a_gpu_is_advised_to_be_split(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE, RUST_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.engine_arguments import _parser
-from tests.support.paper_models import NVFP4, write_paper_drafter, write_paper_target
+from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json
 
 
@@ -163,7 +163,6 @@ def test_a_survival_that_is_none_is_named(text: str) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"recipe": NVFP4}, "h100 has no FP4 arithmetic"),
         ({"model_type": "gemma4"}, "gemma4 scales its embedding, and vLLM hands it to DFlash drafters unscaled"),
     ],
 )
