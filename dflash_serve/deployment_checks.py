@@ -80,7 +80,7 @@ def unused_speculation(deployment: Deployment) -> Iterator[Problem]:
 
 
 def quantization_problems(deployment: Deployment, target: TargetLayout) -> Iterator[Problem]:
-    """A number format of the target that its checkpoint has not; fp8 may be asked of bf16, which engines convert."""
+    """A number format of the target that its checkpoint has not. Engines convert bf16 weights to fp8."""
     asked, native = deployment.target.quantization, target.native_quantization
     where = "target.quantization"
     if asked != "none" and native not in (None, asked):
