@@ -218,7 +218,8 @@ class LaunchPlan(Launch):
     def _unpacked(self) -> Iterator[str]:
         formats = (self.deployment.target.quantization, self.target.native_quantization)
         if "nvfp4" in formats and self.gpu is not None and not self.gpu.is_blackwell:
-            yield f"{self.gpu.name} has no FP4 arithmetic: NVFP4 weights are unpacked at each use; they save memory only"
+            name = self.gpu.name
+            yield f"{name} has no FP4 arithmetic: NVFP4 weights are unpacked at each use, which only saves memory"
 
 
 def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:
