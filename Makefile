@@ -125,9 +125,16 @@ VLLM_CPU := tests/support/vllm_cpu
 VLLM_CONTRACT := tests/contract/test_engine_faults.py tests/contract/test_vllm_arguments.py \
   tests/contract/test_vllm_plugin.py
 
-.PHONY: test-vllm
+# The servers leave half of two cores idle: what needs none of them runs beside.
+.PHONY: test-vllm vllm-servers vllm-contract
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) tests/vllm $(VLLM_CONTRACT)
+	$(MAKE) --jobs=2 --output-sync=target vllm-servers vllm-contract
+
+vllm-servers: .venv-vllm/ready
+	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py
+
+vllm-contract: .venv-vllm/ready
+	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
