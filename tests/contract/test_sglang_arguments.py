@@ -131,6 +131,17 @@ def test_sglang_understands_what_we_write(
         assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
 
 
+@pytest.mark.parametrize(("gpu", "kernels"), [("h200", "triton"), ("b200", "trtllm_mha")])
+def test_a_target_runs_on_the_kernels_that_it_needs(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, kernels: str
+) -> None:
+    gemma = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 16}
+    target = write_paper_target(tmp_path / "target", **gemma)
+    wanted = deployment(models, gpu, target={"model": str(target)})
+    BACKEND.prepare(wanted, tmp_path)
+    assert on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu).attention_backend == kernels
+
+
 @pytest.mark.usefixtures("leader")
 @pytest.mark.parametrize(
     "change",
