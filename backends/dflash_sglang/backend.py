@@ -143,6 +143,8 @@ def _speculation(plan: SGLangPlan, folder: Path) -> Iterator[Flag]:
     yield "--speculative-num-draft-tokens", str(plan.block_size)
     if plan.algorithm == DSPARK and plan.block_size is not None:
         yield "--speculative-dspark-block-size", str(plan.block_size - 1)
+        # SGLang's own value, which it sets for DSPARK only after it has chosen the target's kernels by it.
+        yield "--speculative-eagle-topk", "1"
     # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
     yield "--speculative-draft-model-quantization", "unquant"
     if "speculative-draft-kv-cache-dtype" not in plan.given:

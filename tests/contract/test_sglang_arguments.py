@@ -20,7 +20,9 @@ from dflash_sglang.backend import draft_kernels
 from dflash_sglang.engine_arguments import PINNED, _parser
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
-from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
+from tests.support.heads import HEADS
+from tests.support.paper_models import FP8, NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.tiny import tiny_drafter_config, write_tiny_drafter
 
 pytest.importorskip("sglang")
 __all__ = ["hub"]
@@ -129,6 +131,18 @@ def test_sglang_understands_what_we_write(
     assert resolved.max_running_requests == 48, "SGLang's own number, as the dry-run says"
     if precision in ("none", "fp8-online"):  # else the checkpoint itself says it, sooner or later
         assert resolved.quantization == ("fp8" if precision == "fp8-online" else None)
+
+
+@pytest.mark.parametrize(("gpu", "kernels"), [("h200", "fa3"), ("b200", "trtllm_mha")])
+def test_a_target_runs_on_the_same_kernels_with_dspark(
+    models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, kernels: str
+) -> None:
+    config = tiny_drafter_config(**{**PAPER_DRAFTER, **HEADS["vanilla Markov"]})
+    drafter = write_tiny_drafter(tmp_path / "drafter", config, dialect="modelopt")
+    wanted = deployment(models, gpu, drafter={"model": str(drafter)}, speculation={"width": "auto"})
+    BACKEND.prepare(wanted, tmp_path)
+    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu)
+    assert (resolved.speculative_algorithm, resolved.attention_backend) == ("DSPARK", kernels)
 
 
 @pytest.mark.parametrize(("gpu", "kernels"), [("h200", "triton"), ("b200", "trtllm_mha")])
