@@ -22,7 +22,7 @@ from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import DRAFT, DraftForm, ServerAdapter
 
 from .checks import problems, unserved_heads
-from .engine_arguments import HARMONY, config_fields, merged, named_parsers, serving_options
+from .engine_arguments import HARMONY, config_fields, merged, mirrored, named_parsers, serving_options
 from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, is_dspark, starving_from
 from .plugin import BUILT
@@ -50,6 +50,8 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     """
     batch, target = plan.max_batch_size, plan.deployment.target
     limit = {} if batch is None else {"max_batch_size": batch}
+    given = config_fields(plan.engine_args)
+    graphs = given.get("cuda_graph_config")
     fields: dict[str, object] = {
         "tensor_parallel_size": plan.deployment.parallel.tensor,
         **limit,
@@ -57,14 +59,17 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         "max_num_tokens": plan.max_num_tokens,
         "kv_cache_config": _kv_cache(plan),
         # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
-        "cuda_graph_config": {"enable_padding": True, **limit},
+        "cuda_graph_config": {
+            "enable_padding": True,
+            **({} if isinstance(graphs, dict) and graphs.get("batch_sizes") else limit),
+        },
         "enable_iter_perf_stats": True,  # acceptance in /metrics
         "return_perf_metrics": True,  # without it there is no /prometheus/metrics
         **_parallel(plan),
         **({} if target.revision is None else {"revision": target.revision}),
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
-    fields = merged(fields, config_fields(plan.engine_args))
+    fields = merged(fields, given)
     where = f"configuration for TensorRT-LLM {plan.release}"
     refusal = installed_verdict(plan.release, {"model": target.model, **fields})
     if refusal:
@@ -72,13 +77,13 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     if refusal is not None:
         return fields
     # Of all methods of speculation, DFlash and DSpark alone are mirrored.
-    mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
-    ours = {name: value for name, value in fields.items() if name in mirrored}
+    names = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
+    ours, others = mirrored(fields, names)
     try:
         known = LlmArgs.model_validate(ours).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise UserError(describe(error), where=where, do=CORRECT) from None
-    return {**known, **{name: value for name, value in fields.items() if name not in known}}
+    return merged(known, others)
 
 
 def _parallel(plan: TensorRTLLMPlan) -> dict[str, object]:

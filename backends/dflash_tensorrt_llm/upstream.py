@@ -183,17 +183,11 @@ class KvCacheConfig(Frozen):
 
 
 class CudaGraphConfig(Frozen):
-    """`cuda_graph_config`: graphs of decoding batches of these sizes."""
+    """`cuda_graph_config`: graphs of decoding batches of these sizes, or of a spread of sizes up to the largest."""
 
     enable_padding: bool = False
     max_batch_size: NonNegativeInt = 0
     batch_sizes: tuple[PositiveInt, ...] | None = None
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> CudaGraphConfig:
-        if self.batch_sizes and self.max_batch_size and max(self.batch_sizes) != self.max_batch_size:
-            raise ValueError(f"max_batch_size {self.max_batch_size} is not the largest of batch_sizes")
-        return self
 
 
 class LlmArgs(Frozen):
