@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import ValidationError
@@ -27,6 +28,9 @@ from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, is_dspark, starving_from
 from .plugin import BUILT
 from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release, installed_verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
 """Names of the configuration and of the package that registers our drafter, below the prepared folder."""
@@ -160,8 +164,12 @@ def draft_config(plan: TensorRTLLMPlan, checkpoint: Checkpoint) -> dict[str, obj
     if checkpoint.quantization is not None:
         original = load_object(checkpoint.folder / "config.json")
         fields |= {IN_CONFIG: original[IN_CONFIG]} if IN_CONFIG in original else {}
-    dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
-    return {**fields, "dtype": dtype, "torch_dtype": dtype}
+    return {**fields, "dtype": plan.draft_dtype, "torch_dtype": plan.draft_dtype}
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    """Codes or scales of a quantised weight, whose types say what they are."""
+    return tensor.element_size() == 1 or "scale" in name.rpartition(".")[2]
 
 
 class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
@@ -244,13 +252,13 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         yield PreparedFile(f"{DRAFT}/{SINGLE}", f"the drafter's {len(checkpoint.headers)} tensors")
 
     def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
-        """Writes the drafter as it is stored, whole or not at all; the columns of `fc` follow the order of its layers.
+        """Writes the drafter in `draft_dtype`, whole or not at all; the columns of `fc` follow the order of its layers.
 
         Raises:
             UserError: a tensor is not finite, or the folder is not ours to replace.
         """
         from safetensors.torch import save_file
-        from torch import cat
+        from torch import bfloat16, cat, float16
 
         checkpoint, found = plan.checkpoint, list[Problem]()
         assert checkpoint is not None
@@ -259,7 +267,11 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
             raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
         ids = checkpoint.config.target_layer_ids
         order = sorted(range(len(ids)), key=lambda place: ids[place])
-        tensors = {name: tensor.clone() for name, tensor in read_tensors(checkpoint, found)}
+        dtype = float16 if plan.draft_dtype == "float16" else bfloat16
+        tensors = {
+            name: tensor.clone() if is_quantized(name, tensor) else tensor.to(dtype, copy=True)
+            for name, tensor in read_tensors(checkpoint, found)
+        }
         raise_problems(found, hint=HINT)
         for name in ("fc.weight", "fc.weight_scale"):
             if name in tensors and tensors[name].dim() == 2:

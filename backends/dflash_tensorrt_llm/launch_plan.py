@@ -70,6 +70,11 @@ class TensorRTLLMPlan(LaunchPlan):
         return ["quantised weights (its fused K/V product ignores their scales)"]
 
     @property
+    def draft_dtype(self) -> Literal["float16", "bfloat16"]:
+        """Number format of what is not quantised: the target's, whose embeddings it reads. Attention takes 16 bits."""
+        return "float16" if self.target.dtype == "float16" else "bfloat16"
+
+    @property
     def decoding_type(self) -> Literal["DFlash", "DSpark"]:
         """Upstream's method: DSpark has the Markov and confidence heads and anchor-first slots, DFlash all others."""
         return "DSpark" if self.drafter and is_dspark(self.drafter) else "DFlash"
