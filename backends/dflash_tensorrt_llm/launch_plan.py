@@ -243,8 +243,10 @@ class TensorRTLLMPlan(LaunchPlan):
         memory = self.memory
         if memory is None or self.drafter is None:
             return None
-        left = memory.pool - self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
-        free = memory.pool + ACTIVATIONS
+        arena = self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
+        left, free = memory.pool - arena, memory.pool + ACTIVATIONS
+        if self.attention_backend != "TRTLLM" and self.release >= FROM_1_4:
+            free -= arena  # it is made before upstream measures what is free (#19410), and stays
         return max(0.05, min(0.9, int(100 * left / free) / 100)) if free > 0 else 0.05
 
 

@@ -13,7 +13,7 @@ from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm.upstream import Release
 from tests.support.heads import HEADS
 from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
-from tests.unit.tensorrt_llm.conftest import backend, changed, tiny_deployment
+from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
 Changes = Mapping[str, Any]
 QWEN: Changes = {
@@ -142,6 +142,14 @@ def test_with_16_bit_kv_the_context_lies_in_the_pool_and_is_reserved_nowhere_els
     wanted = deployment(QWEN, {**LONG, "kv_cache.dtype": "auto"})
     assert backend().check(wanted) == []
     assert "drafter's context needs" in backend(OLD).check(wanted)[0].what
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_arena_that_is_made_before_the_pool_is_measured_is_not_taken_off_twice() -> None:
+    """#19410: since 1.4 but with TRTLLM attention; 30 GiB of an H100 are left for the pool."""
+    wanted = deployment(QWEN, {"hardware.gpu": "h100", "limits.max_batch_size": 128})
+    shares = [configuration(wanted, release)["kv_cache_config"]["free_gpu_memory_fraction"] for release in (OLD, "1.4")]
+    assert shares[0] < 0.6 < 0.8 < shares[1] < 0.9
 
 
 ODD: dict[str, dict[str, Any]] = {
