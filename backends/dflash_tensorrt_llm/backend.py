@@ -70,6 +70,8 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         "enable_iter_perf_stats": True,  # acceptance in /metrics
         "return_perf_metrics": True,  # without it there is no /prometheus/metrics
         **_parallel(plan),
+        # Without it upstream silently computes no tail again.
+        **({"enable_chunked_prefill": True} if plan.deployment.kv_cache.block_reuse and plan.recompute_tail else {}),
         **({} if target.revision is None else {"revision": target.revision}),
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }

@@ -228,7 +228,13 @@ def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
-    if not plan.deployment.kv_cache.block_reuse or plan.recompute_tail:
+    if not plan.deployment.kv_cache.block_reuse:
+        return
+    if plan.recompute_tail:
+        if "enable-chunked-prefill" in plan.given - plan.in_effect.keys():
+            what = "without chunked prefill no end of a reused prompt is computed again, whatever was asked"
+            where = "engine_args.tensorrt-llm.enable_chunked_prefill"
+            yield Problem(what, where, "leave it out, or set kv_cache.block_reuse to false")
         return
     what = "a reused prompt never passes the target: the drafter has no features of it, and accepts little"
     what += " (TensorRT-LLM#16005)"

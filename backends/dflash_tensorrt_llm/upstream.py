@@ -153,7 +153,7 @@ class DFlashDecodingConfig(BlockDecodingConfig):
     attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
     max_concurrency: PositiveInt | None = None
     draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
-    context_recompute_tail: NonNegativeInt | None = None  # prompt tokens that a prefix hit computes again
+    context_recompute_tail: Annotated[int, Field(ge=-1)] | None = None  # prompt tokens that a prefix hit computes again
     skip_ctx_buffer_budget_check: bool | None = None
 
     @model_validator(mode="after")

@@ -31,7 +31,6 @@ OSS: Changes = {
 }
 ALONE: Changes = {"target": QWEN["target"], "hardware": QWEN["hardware"]}
 KIMI: Changes = {**OSS, "target": {"model": "nvidia/Kimi-K2.5-NVFP4"}, "parallel": {}}
-DUMMY: Changes = {"engine_args": {"tensorrt-llm": {"load_format": "dummy"}}}
 OLD = "1.3.0rc27"
 LONG: Changes = {"limits.max_batch_size": 512, "limits.max_model_len": 40960, "kv_cache.dtype": "fp8"}
 """With FP8 K/V the drafter's context keeps an arena of its own."""
@@ -47,6 +46,10 @@ def deployment(base: Changes, changes: Changes) -> Deployment:
         else:
             fields[section] = value
     return Deployment.model_validate(fields)
+
+
+def arguments(**given: object) -> Changes:
+    return {"engine_args": {"tensorrt-llm": given}}
 
 
 def devices(count: int, **parallel: object) -> Changes:
@@ -69,7 +72,7 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"target.quantization": "nvfp4", "hardware.gpu": "h200"}, "target.quant", "Blackwell"),
     (QWEN, {"kv_cache.dtype": "nvfp4", "hardware.gpu": "h200"}, "kv_cache.dtype", "Blackwell"),
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
-    (QWEN, DUMMY, "load_format", "no weights are read"),
+    (QWEN, arguments(load_format="dummy"), "load_format", "no weights are read"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
     (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
     (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),
@@ -231,8 +234,12 @@ def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Pat
     reused = changed(tiny_deployment(tmp_path, tiny_drafter_config()), kv_cache={"block_reuse": True})
     (problem,) = backend().check(reused)
     assert "context_recompute_tail" in problem.do
-    told = {"tensorrt-llm": {"speculative_config": {"context_recompute_tail": 64}}}
-    assert backend().check(changed(reused, engine_args=told)) == []
+    for tail in (64, -1):  # -1 is the whole prompt
+        told = changed(reused, **arguments(speculative_config={"context_recompute_tail": tail}))
+        assert configuration(told)["enable_chunked_prefill"] is True, "else upstream silently computes none again"
+    at_once = arguments(speculative_config={"context_recompute_tail": 64}, enable_chunked_prefill=False)
+    (problem,) = backend().check(changed(reused, **at_once))
+    assert problem.where == "engine_args.tensorrt-llm.enable_chunked_prefill"
     (tmp_path / "windows").mkdir()
     windowed = tiny_deployment(tmp_path / "windows", tiny_drafter_config(layers=(SLIDING, SLIDING)))
     reused = changed(windowed, kv_cache={"block_reuse": True})
