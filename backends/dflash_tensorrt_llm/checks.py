@@ -17,11 +17,12 @@ from dflash_serve.deployment_checks import (
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import memory_problems
 
-from .engine_arguments import argument_problems, serving_problems
+from .engine_arguments import argument_problems, config_fields, serving_problems
 from .launch_plan import PAGE, TensorRTLLMPlan, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
+PAGES = (16, 32, 64)  # tokens a page for which trtllm-gen has kernels of other than causal attention
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
@@ -32,6 +33,7 @@ def problems(plan: TensorRTLLMPlan) -> list[Problem]:
     checks += [_kv_dtype, _role, _speculation]
     if plan.drafter is not None:
         checks = [_release, *checks, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
+        checks += [_keys_beside_a_drafter]
     return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
@@ -202,6 +204,19 @@ def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if "dummy" in (str(format).lower() for format in [*given, plan.speculative_args.get("load_format")]):
         what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"
         yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
+
+
+def _keys_beside_a_drafter(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """The user's own keys that work, but with no such drafter."""
+    where, given = "engine_args.tensorrt-llm", config_fields(plan.engine_args)
+    if str(given.get("attn_backend")).upper().startswith("FLASHINFER"):
+        what = "TensorRT-LLM's FlashInfer attention takes no drafter that has K/V of its own"
+        yield Problem(what, f"{where}.attn_backend", "leave it out, or set speculation.width: off")
+    pool = given.get("kv_cache_config")
+    page = pool.get("tokens_per_block", PAGE) if isinstance(pool, dict) else PAGE
+    if plan.context_in_pool and page not in PAGES:
+        what = f"the drafter's attention reads pages of 16, 32 or 64 tokens from the K/V pool, not of {page}"
+        yield Problem(what, f"{where}.kv_cache_config.tokens_per_block", "set it to one of them, or leave it out")
 
 
 def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:

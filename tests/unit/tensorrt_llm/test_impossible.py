@@ -73,6 +73,8 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"kv_cache.dtype": "nvfp4", "hardware.gpu": "h200"}, "kv_cache.dtype", "Blackwell"),
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
     (QWEN, arguments(load_format="dummy"), "load_format", "no weights are read"),
+    (QWEN, arguments(attn_backend="FLASHINFER"), "attn_backend", "takes no drafter"),
+    (QWEN, arguments(kv_cache_config={"tokens_per_block": 128}), "tokens_per_block", "pages of 16, 32 or 64"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
     (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
     (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),

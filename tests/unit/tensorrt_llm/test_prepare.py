@@ -189,6 +189,12 @@ def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: 
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
 
 
+def test_heads_for_which_trtllm_gen_has_no_kernels_are_flash_attns(tmp_path: Path) -> None:
+    """trtllm-gen has 72, 80 and 96 for causal attention alone (flashinfer_trtllm_gen)."""
+    deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config(head_dim=80)), hardware={"gpu": "b200"})
+    assert configuration(deployment)["speculative_config"]["attention_backend"] == "VANILLA"
+
+
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 def test_a_quantised_drafter_takes_upstreams_fast_path(format: Format, tmp_path: Path) -> None:
     """trtllm-gen's attention stays, and the dry run says which part is ours and how to see that it is loaded."""
