@@ -162,7 +162,7 @@ def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
         what = f"{heads.words}: TensorRT-LLM has convolutions together with a selector only, and no other head beside"
         yield Problem(what, "drafter", "use --backend torch")
     elif heads.selector is not None and release < DFLASH2:
-        what = f"TensorRT-LLM {release} is not known to have DFlash2; its main branch does"
+        what = f"TensorRT-LLM {release} is not known to have DFlash2, {DFLASH2} does"
         yield Problem(what, "drafter", f"install TensorRT-LLM {DFLASH2}, or {other}")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"

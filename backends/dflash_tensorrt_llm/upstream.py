@@ -61,8 +61,8 @@ FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
 # Drafters from outside, and DSpark drafters in folders of their own (#18043, #18284); with TRTLLM attention the context
 # in the K/V pool (#18343); `use_swa` (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (page of 1.4.0rc1).
 FROM_1_4 = Release(1, 4, 0)
-# #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it.
-DFLASH2 = Release(1, 4)
+# #18155: #19159 of 14 September 2026 follows it, and a key of the later #19466 is on the page of 1.4.0rc1.
+DFLASH2 = Release(1, 4, 1)
 NEWEST = Release(1, 4)  # the newest whose sources were read
 NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
 

@@ -181,7 +181,7 @@ BY_RELEASE: list[tuple[str, dict[str, Any], dict[str, str | None]]] = [
     ("vanilla Markov, fill-in", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
     ("anchor-first", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
     ("gated Markov", {}, {"1.4": GATED}),
-    ("DFlash2", {}, {"1.3.0rc27": NO_DFLASH2, "1.4.0rc4": NO_DFLASH2, "1.4": None}),
+    ("DFlash2", {}, {"1.3.0rc27": NO_DFLASH2, "1.4.0rc0": NO_DFLASH2, "1.4.0rc1": None, "1.4": None}),
     ("convolution", {}, {"1.4": "together with a selector only"}),
     ("vanilla Markov", {"embedding_scale": 2.0}, {"1.4": "our drafter there is plain DFlash"}),
     ("DFlash2", {"final_logit_softcap": 30.0}, {"1.4": "our drafter there is plain DFlash"}),
