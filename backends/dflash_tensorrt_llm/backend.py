@@ -343,8 +343,10 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         limits = plan.deployment.limits
         if limits.max_queued_requests and "max_queued_requests" not in limits.model_fields_set:
             yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
-        if plan.attention_backend == "VANILLA":  # speculative/dflash_attention.py @0352547 raises without it
-            yield "the drafter's attention needs the package flash-attn beside TensorRT-LLM"
+        # speculative/dflash_attention.py (@0352547, and FA4's) raises without it.
+        package = {"VANILLA": "flash-attn", "FA4": "flash-attn-4 (flash_attn.cute)"}.get(plan.attention_backend)
+        if package is not None:
+            yield f"the drafter's attention needs the package {package} beside TensorRT-LLM"
         if plan.needs_plug_in:
             yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
         yield "acceptance by slot is in its metrics; the width of a step is not"

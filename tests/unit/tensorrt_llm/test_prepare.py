@@ -182,10 +182,11 @@ def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, writt
     ],
 )  # fmt: skip
 def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
-    """Before #16914 the key itself is unknown, and every release would refuse it. VANILLA is flash-attn's."""
+    """Before #16914 the key itself is unknown, and every release would refuse it. TRTLLM alone needs no package."""
     deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
     notes = " ".join(backend(release).preview(deployment, tmp_path / "out").notes)
-    assert ("flash-attn" in notes) == (kernels in (None, "VANILLA"))
+    assert ("package flash-attn beside" in notes) == (kernels in (None, "VANILLA"))
+    assert ("package flash-attn-4 (flash_attn.cute) beside" in notes) == (kernels == "FA4")
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
 
 
