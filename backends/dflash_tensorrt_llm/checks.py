@@ -217,6 +217,15 @@ def _keys_beside_a_drafter(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     if plan.context_in_pool and page not in PAGES:
         what = f"the drafter's attention reads pages of 16, 32 or 64 tokens from the K/V pool, not of {page}"
         yield Problem(what, f"{where}.kv_cache_config.tokens_per_block", "set it to one of them, or leave it out")
+    do = "leave it out, or set speculation.width: off"
+    if given.get("cache_transceiver_config"):
+        what = "one half of a pair never sees the prompt's features, so acceptance silently drops (TensorRT-LLM#19352)"
+        yield Problem(what, f"{where}.cache_transceiver_config", do)
+    if given.get("kv_connector_config") and not plan.speculative_args.get("context_recompute_tail"):
+        what = "what a connector brings of a prompt never passes the target: the drafter has no features of it"
+        if plan.recomputes_tails:
+            do += f"; or have its end computed again: {where}.speculative_config.context_recompute_tail"
+        yield Problem(what, f"{where}.kv_connector_config", do)
 
 
 def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:

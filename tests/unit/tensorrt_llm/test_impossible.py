@@ -75,6 +75,8 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, arguments(load_format="dummy"), "load_format", "no weights are read"),
     (QWEN, arguments(attn_backend="FLASHINFER"), "attn_backend", "takes no drafter"),
     (QWEN, arguments(kv_cache_config={"tokens_per_block": 128}), "tokens_per_block", "pages of 16, 32 or 64"),
+    (QWEN, arguments(cache_transceiver_config={"backend": "NIXL"}), "cache_transceiver", "acceptance silently drops"),
+    (QWEN, arguments(kv_connector_config={"connector": "lmcache"}), "kv_connector", "brings of a prompt"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
     (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
     (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),
