@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import ValidationError
@@ -22,11 +23,14 @@ from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.server_adapter import DRAFT, DraftForm, ServerAdapter
 
 from .checks import problems, unserved_heads
-from .engine_arguments import HARMONY, config_fields, merged, named_parsers, serving_options
+from .engine_arguments import HARMONY, config_fields, merged, mirrored, named_parsers, serving_options
 from .facts import FACTS
 from .launch_plan import ROWS, TensorRTLLMPlan, has_two_sided_windows, is_dspark, starving_from
 from .plugin import BUILT
 from .upstream import NEUTRAL, NEWEST, OLDEST, TRTLLM_ATTENTION, LlmArgs, Release, installed_release, installed_verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, PLUG_IN = "config.yaml", "dflash_serve_drafter"
 """Names of the configuration and of the package that registers our drafter, below the prepared folder."""
@@ -50,6 +54,8 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     """
     batch, target = plan.max_batch_size, plan.deployment.target
     limit = {} if batch is None else {"max_batch_size": batch}
+    given = config_fields(plan.engine_args)
+    graphs = given.get("cuda_graph_config")
     fields: dict[str, object] = {
         "tensor_parallel_size": plan.deployment.parallel.tensor,
         **limit,
@@ -57,14 +63,19 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
         "max_num_tokens": plan.max_num_tokens,
         "kv_cache_config": _kv_cache(plan),
         # Padding lets every batch size use a graph; without it a batch of 17 runs eagerly.
-        "cuda_graph_config": {"enable_padding": True, **limit},
+        "cuda_graph_config": {
+            "enable_padding": True,
+            **({} if isinstance(graphs, dict) and graphs.get("batch_sizes") else limit),
+        },
         "enable_iter_perf_stats": True,  # acceptance in /metrics
         "return_perf_metrics": True,  # without it there is no /prometheus/metrics
         **_parallel(plan),
+        # Without it upstream silently computes no tail again.
+        **({"enable_chunked_prefill": True} if plan.deployment.kv_cache.block_reuse and plan.recompute_tail else {}),
         **({} if target.revision is None else {"revision": target.revision}),
         **({} if plan.drafter is None else {"speculative_config": _speculative(plan, drafter)}),
     }
-    fields = merged(fields, config_fields(plan.engine_args))
+    fields = merged(fields, given)
     where = f"configuration for TensorRT-LLM {plan.release}"
     refusal = installed_verdict(plan.release, {"model": target.model, **fields})
     if refusal:
@@ -72,13 +83,13 @@ def configuration(plan: TensorRTLLMPlan, drafter: Path) -> dict[str, object]:
     if refusal is not None:
         return fields
     # Of all methods of speculation, DFlash and DSpark alone are mirrored.
-    mirrored = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
-    ours = {name: value for name, value in fields.items() if name in mirrored}
+    names = LlmArgs.model_fields.keys() - ({"speculative_config"} if plan.drafts_itself else set())
+    ours, others = mirrored(fields, names)
     try:
         known = LlmArgs.model_validate(ours).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise UserError(describe(error), where=where, do=CORRECT) from None
-    return {**known, **{name: value for name, value in fields.items() if name not in known}}
+    return merged(known, others)
 
 
 def _parallel(plan: TensorRTLLMPlan) -> dict[str, object]:
@@ -155,8 +166,12 @@ def draft_config(plan: TensorRTLLMPlan, checkpoint: Checkpoint) -> dict[str, obj
     if checkpoint.quantization is not None:
         original = load_object(checkpoint.folder / "config.json")
         fields |= {IN_CONFIG: original[IN_CONFIG]} if IN_CONFIG in original else {}
-    dtype = "float32" if {header.dtype for header in checkpoint.headers.values()} == {"F32"} else "bfloat16"
-    return {**fields, "dtype": dtype, "torch_dtype": dtype}
+    return {**fields, "dtype": plan.draft_dtype, "torch_dtype": plan.draft_dtype}
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    """Codes or scales of a quantised weight, whose types say what they are."""
+    return tensor.element_size() == 1 or "scale" in name.rpartition(".")[2]
 
 
 class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
@@ -239,13 +254,13 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         yield PreparedFile(f"{DRAFT}/{SINGLE}", f"the drafter's {len(checkpoint.headers)} tensors")
 
     def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
-        """Writes the drafter as it is stored, whole or not at all; the columns of `fc` follow the order of its layers.
+        """Writes the drafter in `draft_dtype`, whole or not at all; the columns of `fc` follow the order of its layers.
 
         Raises:
             UserError: a tensor is not finite, or the folder is not ours to replace.
         """
         from safetensors.torch import save_file
-        from torch import cat
+        from torch import bfloat16, cat, float16
 
         checkpoint, found = plan.checkpoint, list[Problem]()
         assert checkpoint is not None
@@ -254,7 +269,11 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
             raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
         ids = checkpoint.config.target_layer_ids
         order = sorted(range(len(ids)), key=lambda place: ids[place])
-        tensors = {name: tensor.clone() for name, tensor in read_tensors(checkpoint, found)}
+        dtype = float16 if plan.draft_dtype == "float16" else bfloat16
+        tensors = {
+            name: tensor.clone() if is_quantized(name, tensor) else tensor.to(dtype, copy=True)
+            for name, tensor in read_tensors(checkpoint, found)
+        }
         raise_problems(found, hint=HINT)
         for name in ("fc.weight", "fc.weight_scale"):
             if name in tensors and tensors[name].dim() == 2:
@@ -324,8 +343,10 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         limits = plan.deployment.limits
         if limits.max_queued_requests and "max_queued_requests" not in limits.model_fields_set:
             yield "TensorRT-LLM queues without bound: bound the queue at your gateway"
-        if plan.attention_backend == "VANILLA":  # speculative/dflash_attention.py @0352547 raises without it
-            yield "the drafter's attention needs the package flash-attn beside TensorRT-LLM"
+        # speculative/dflash_attention.py (@0352547, and FA4's) raises without it.
+        package = {"VANILLA": "flash-attn", "FA4": "flash-attn-4 (flash_attn.cute)"}.get(plan.attention_backend)
+        if package is not None:
+            yield f"the drafter's attention needs the package {package} beside TensorRT-LLM"
         if plan.needs_plug_in:
             yield f"every rank's log must say {BUILT!r}: one that does not has not loaded this drafter"
         yield "acceptance by slot is in its metrics; the width of a step is not"

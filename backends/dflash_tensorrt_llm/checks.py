@@ -17,11 +17,12 @@ from dflash_serve.deployment_checks import (
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import memory_problems
 
-from .engine_arguments import argument_problems, serving_problems
+from .engine_arguments import argument_problems, config_fields, serving_problems
 from .launch_plan import PAGE, TensorRTLLMPlan, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
 Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
+PAGES = (16, 32, 64)  # tokens a page for which trtllm-gen has kernels of other than causal attention
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
@@ -32,6 +33,7 @@ def problems(plan: TensorRTLLMPlan) -> list[Problem]:
     checks += [_kv_dtype, _role, _speculation]
     if plan.drafter is not None:
         checks = [_release, *checks, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
+        checks += [_keys_beside_a_drafter]
     return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
 
 
@@ -160,7 +162,7 @@ def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
         what = f"{heads.words}: TensorRT-LLM has convolutions together with a selector only, and no other head beside"
         yield Problem(what, "drafter", "use --backend torch")
     elif heads.selector is not None and release < DFLASH2:
-        what = f"TensorRT-LLM {release} is not known to have DFlash2; its main branch does"
+        what = f"TensorRT-LLM {release} is not known to have DFlash2, {DFLASH2} does"
         yield Problem(what, "drafter", f"install TensorRT-LLM {DFLASH2}, or {other}")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: TensorRT-LLM has no d2t and drafts through the target's head"
@@ -204,6 +206,28 @@ def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
 
 
+def _keys_beside_a_drafter(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+    """The user's own keys that work, but with no such drafter."""
+    where, given = "engine_args.tensorrt-llm", config_fields(plan.engine_args)
+    if str(given.get("attn_backend")).upper().startswith("FLASHINFER"):
+        what = "TensorRT-LLM's FlashInfer attention takes no drafter that has K/V of its own"
+        yield Problem(what, f"{where}.attn_backend", "leave it out, or set speculation.width: off")
+    pool = given.get("kv_cache_config")
+    page = pool.get("tokens_per_block", PAGE) if isinstance(pool, dict) else PAGE
+    if plan.context_in_pool and page not in PAGES:
+        what = f"the drafter's attention reads pages of 16, 32 or 64 tokens from the K/V pool, not of {page}"
+        yield Problem(what, f"{where}.kv_cache_config.tokens_per_block", "set it to one of them, or leave it out")
+    do = "leave it out, or set speculation.width: off"
+    if given.get("cache_transceiver_config"):
+        what = "one half of a pair never sees the prompt's features, so acceptance silently drops (TensorRT-LLM#19352)"
+        yield Problem(what, f"{where}.cache_transceiver_config", do)
+    if given.get("kv_connector_config") and not plan.speculative_args.get("context_recompute_tail"):
+        what = "what a connector brings of a prompt never passes the target: the drafter has no features of it"
+        if plan.recomputes_tails:
+            do += f"; or have its end computed again: {where}.speculative_config.context_recompute_tail"
+        yield Problem(what, f"{where}.kv_connector_config", do)
+
+
 def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """FP8 kernels take multiples of 16, NVFP4 has one scale for 16 values: on every device's part of the drafter."""
     config, devices = plan.drafter, plan.drafter_devices
@@ -228,7 +252,13 @@ def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
 
 def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
-    if not plan.deployment.kv_cache.block_reuse or plan.recompute_tail:
+    if not plan.deployment.kv_cache.block_reuse:
+        return
+    if plan.recompute_tail:
+        if "enable-chunked-prefill" in plan.given - plan.in_effect.keys():
+            what = "without chunked prefill no end of a reused prompt is computed again, whatever was asked"
+            where = "engine_args.tensorrt-llm.enable_chunked_prefill"
+            yield Problem(what, where, "leave it out, or set kv_cache.block_reuse to false")
         return
     what = "a reused prompt never passes the target: the drafter has no features of it, and accepts little"
     what += " (TensorRT-LLM#16005)"

@@ -1,12 +1,12 @@
 """`engine_args.tensorrt-llm`: options of `trtllm-serve` and keys of its config.yaml that we do not write.
 
 A name of the command line becomes an option, any other a key of config.yaml, merged into ours. Options: trtllm-serve
-@00209af, and --served_model_name of 1.3.0rc15; keys: `TorchLlmArgs` of `tensorrt_llm/llmapi/llm_args.py`.
+@029e223; keys: `TorchLlmArgs` of `tensorrt_llm/llmapi/llm_args.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -42,6 +42,8 @@ KEYS = {
     "context_parallel_size": "parallel.context",
     "moe_expert_parallel_size": "parallel.expert",
     "gpus_per_node": "parallel.nodes",
+    "enable_attention_dp": "parallel.attention_data",
+    "kv_cache_dtype": "kv_cache.dtype",
     "free_gpu_memory_fraction": "kv_cache.memory_fraction",
     "revision": "target.revision",
     "reasoning_parser": "serving.reasoning_parser",
@@ -52,7 +54,6 @@ KEYS = {
 }
 CONFIG_KEYS = {
     **{name: key for name, key in KEYS.items() if name in LlmArgs.model_fields},
-    "enable_attention_dp": "parallel.attention_data",
     "enable_iter_perf_stats": "metrics are always on",
     "return_perf_metrics": "metrics are always on",
     "kv_cache_config.enable_block_reuse": "kv_cache.block_reuse",
@@ -69,23 +70,53 @@ CONFIG_KEYS = {
 }
 """Path in config.yaml -> the key of the Deployment that stands for it, or who else sets it."""
 OTHER_CONFIG = (
-    *("allreduce_strategy", "attn_backend", "batch_wait_max_tokens_ratio", "batch_wait_timeout_iters"),
-    *("cache_transceiver_config", "checkpoint_format", "cp_config", "custom_tokenizer", "enable_autotuner"),
-    *("enable_layerwise_nvtx_marker", "enable_lora", "enable_min_latency", "enable_resource_governor"),
-    *("env_overrides", "force_dynamic_quantization", "garbage_collection_gen0_threshold"),
-    *("iter_stats_max_iterations", "kv_connector_config", "load_format", "lora_config", "max_input_len"),
-    *("max_stats_len", "moe_cluster_parallel_size", "moe_config", "moe_tensor_parallel_size", "nvfp4_gemm_config"),
-    *("otlp_traces_endpoint", "peft_cache_config", "perf_metrics_max_requests", "postprocess_tokenizer_dir"),
-    *("print_iter_log", "request_stats_max_iterations", "sampler_type", "scheduler_config", "sleep_config"),
-    *("sparse_attention_config", "tokenizer_mode", "torch_compile_config"),
-    *("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm", "use_cute_dsl_blockscaling_bmm"),
-    *("use_cute_dsl_blockscaling_mm",),
+    *("allreduce_strategy", "attention_dp_config", "attn_backend", "batch_wait_max_tokens_ratio"),
+    *("batch_wait_timeout_iters", "batch_wait_timeout_ms", "cache_transceiver_config", "checkpoint_format"),
+    *("checkpoint_io_policy", "cp_config", "custom_tokenizer", "disable_flashinfer_sampling", "disable_mm_encoder"),
+    *("dwdp_config", "enable_autotuner", "enable_early_first_token_response", "enable_energy_metrics"),
+    *("enable_in_graph_sampling", "enable_iter_req_stats", "enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp"),
+    *("enable_lora", "enable_low_latency_host_dispatch", "enable_min_latency", "enable_mla_skip_correction"),
+    *("enable_resource_governor", "encoder_max_batch_size", "encoder_max_num_tokens", "env_overrides"),
+    *("force_dynamic_quantization", "garbage_collection_gen0_threshold", "gather_generation_logits", "gms_config"),
+    *("iter_stats_max_iterations", "kv_cache_compression_config", "kv_connector_config"),
+    *("layer_wise_benchmarks_config", "load_format", "lora_config", "max_input_len", "max_stats_len"),
+    *("mla_skip_correction_threshold", "moe_cluster_parallel_size", "moe_config", "moe_tensor_parallel_size"),
+    *("multimodal_config", "mx_config", "nvfp4_gemm_config", "orchestrator_type", "otlp_traces_endpoint"),
+    *("peft_cache_config", "perf_metrics_max_requests", "perf_metrics_output_dir", "postprocess_tokenizer_dir"),
+    *("pp_partition", "prefill_capture_num_tokens", "prefill_cuda_graph_backend", "print_iter_log"),
+    *("prometheus_metrics_config", "reorder_policy_config", "request_stats_max_iterations"),
+    *("sampler_force_async_worker", "sampler_type", "scheduler_config", "sleep_config", "sparse_attention_config"),
+    *("telemetry_config", "tokenizer_mode", "tokenizer_revision", "torch_compile_config", "use_cute_dsl_bf16_bmm"),
+    *("use_cute_dsl_bf16_gemm", "use_cute_dsl_blockscaling_bmm", "use_cute_dsl_blockscaling_mm"),
+    *("use_fine_grained_sync",),
 )  # fmt: skip
 """Keys of config.yaml that our mirror does not have; their values are TensorRT-LLM's to check."""
+OTHER_INNER = {
+    "kv_cache_config": (
+        *("attention_dp_events_gather_period_ms", "avg_seq_len", "block_reuse_config", "block_reuse_policy"),
+        *("copy_on_partial_reuse", "cross_kv_cache_fraction", "disk_cache_path", "disk_cache_size"),
+        *("disk_prefetch_num_reqs", "enable_kv_pool_rebalance", "enable_partial_reuse", "enable_swa_scratch_reuse"),
+        *("event_buffer_max_size", "fp8_context_mla_kv_len_cap", "host_cache_size", "iteration_stats_interval"),
+        *("kv_cache_event_hash_algo", "kv_events_config", "kv_pool_rebalance_check_interval"),
+        *("kv_pool_rebalance_cooldown_secs", "kv_pool_rebalance_min_sampled_kv_caches"),
+        *("kv_pool_rebalance_moving_average_decay", "kv_pool_rebalance_ratio_threshold"),
+        *("kv_pool_rebalance_target_ratio_update_interval", "mamba_ssm_cache_dtype", "mamba_ssm_philox_rounds"),
+        *("mamba_ssm_stochastic_rounding", "mamba_state_cache_interval", "mamba_state_config", "max_attention_window"),
+        *("max_gpu_total_bytes", "max_util_for_resume", "pool_ratio", "secondary_offload_min_priority"),
+        *("sink_token_length", "use_kv_cache_manager_v2", "use_uvm"),
+    ),
+    "cuda_graph_config": ("mode",),
+    "speculative_config": (
+        *("advanced_sampling_mode", "allow_advanced_sampling", "confidence_calibration_path"),
+        *("confidence_cost_table_path", "confidence_min_predicted_gain", "enable_confidence_scheduling"),
+        *("enable_fused_confidence_scheduler", "load_format", "moe_backend", "moe_tactic", "spec_dec_variant"),
+    ),
+}  # fmt: skip
+"""The same for the keys of a section."""
 IN_CONFIG = ("max_beam_width", "num_postprocess_workers", "trust_remote_code")
 """Options that are keys of config.yaml, as in NVIDIA's curated files: Dynamo has no such options, and reads that."""
 PARSERS = ParserNames(
-    reasoning={"deepseek_r1": "deepseek-r1"},
+    reasoning={"deepseek_r1": "deepseek-r1", "minimax-m2": "minimax_m2"},
     tool_call={"qwen": "qwen3", "qwen25": "qwen3", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
                "glm45": "glm4", "minimax-m2": "minimax_m2"},
 )  # fmt: skip
@@ -178,6 +209,21 @@ def _paths(name: str, value: JsonValue) -> Iterator[str]:
             yield from _paths(f"{name}.{key}", inner)
     else:
         yield name
+
+
+def mirrored(fields: Mapping[str, object], names: Collection[str]) -> tuple[dict[str, object], dict[str, object]]:
+    """Fields of config.yaml that our mirror checks, which are those of these names, and all others."""
+    ours, others = dict[str, object](), dict[str, object]()
+    for name, value in fields.items():
+        if name not in names:
+            others[name] = value
+        elif isinstance(value, Mapping):
+            inner = OTHER_INNER.get(name, ())
+            ours[name] = {key: below for key, below in value.items() if key not in inner}
+            others[name] = {key: below for key, below in value.items() if key in inner}
+        else:
+            ours[name] = value
+    return ours, others
 
 
 def merged(ours: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:

@@ -70,6 +70,11 @@ class TensorRTLLMPlan(LaunchPlan):
         return ["quantised weights (its fused K/V product ignores their scales)"]
 
     @property
+    def draft_dtype(self) -> Literal["float16", "bfloat16"]:
+        """Number format of what is not quantised: the target's, whose embeddings it reads. Attention takes 16 bits."""
+        return "float16" if self.target.dtype == "float16" else "bfloat16"
+
+    @property
     def decoding_type(self) -> Literal["DFlash", "DSpark"]:
         """Upstream's method: DSpark has the Markov and confidence heads and anchor-first slots, DFlash all others."""
         return "DSpark" if self.drafter and is_dspark(self.drafter) else "DFlash"
@@ -155,11 +160,12 @@ class TensorRTLLMPlan(LaunchPlan):
     def attention_backend(self) -> str:
         """Kernels of the drafter's attention: trtllm-gen on Blackwell, FA4 on Hopper (#18553: +5.7 %), else VANILLA.
 
-        trtllm-gen has no two-sided windows, and DSpark no FA4.
+        trtllm-gen has no two-sided windows and not every head, and DSpark no FA4.
         """
-        if self.implementation == "ours" or self.gpu is None:
+        if self.drafter is None or self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
-        if self.gpu.is_blackwell and self.release >= TRTLLM_ATTENTION and not has_two_sided_windows(self.drafter):
+        has_kernels = trtllm_gen_has(self.drafter) and not has_two_sided_windows(self.drafter)
+        if self.gpu.is_blackwell and self.release >= TRTLLM_ATTENTION and has_kernels:
             return "TRTLLM"
         has_fa4 = self.decoding_type == "DFlash" and self.release >= FA4_ATTENTION
         return "FA4" if self.gpu.compute == 90 and has_fa4 else "VANILLA"
@@ -238,8 +244,10 @@ class TensorRTLLMPlan(LaunchPlan):
         memory = self.memory
         if memory is None or self.drafter is None:
             return None
-        left = memory.pool - self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
-        free = memory.pool + ACTIVATIONS
+        arena = self.arena_bytes(self.max_batch_size or 1, self.max_model_len)
+        left, free = memory.pool - arena, memory.pool + ACTIVATIONS
+        if self.attention_backend != "TRTLLM" and self.release >= FROM_1_4:
+            free -= arena  # it is made before upstream measures what is free (#19410), and stays
         return max(0.05, min(0.9, int(100 * left / free) / 100)) if free > 0 else 0.05
 
 
@@ -263,9 +271,14 @@ def is_dspark(heads: Heads) -> bool:
     return heads.markov is not None or heads.confidence is not None or heads.slots == "anchor-first"
 
 
-def has_two_sided_windows(config: DrafterConfig | None) -> bool:
+def trtllm_gen_has(config: DrafterConfig) -> bool:
+    """trtllm-gen has kernels for heads of this size, and for so many to each K/V head."""
+    return config.head_dim not in (72, 80, 96) and config.num_attention_heads <= 32 * config.num_key_value_heads
+
+
+def has_two_sided_windows(config: DrafterConfig) -> bool:
     """Some windowed layers see later slots of the block, too."""
-    return config is not None and any(kind.window is not None and not kind.causal for kind in config.layers)
+    return any(kind.window is not None and not kind.causal for kind in config.layers)
 
 
 def draft_lengths(cost: CostModel, survival: Sequence[float], block_size: int, max_batch_size: int) -> dict[int, int]:

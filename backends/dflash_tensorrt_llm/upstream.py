@@ -61,8 +61,8 @@ FA4_ATTENTION = Release(1, 3, 27)  # #18553; reference page of 1.3.0rc27
 # Drafters from outside, and DSpark drafters in folders of their own (#18043, #18284); with TRTLLM attention the context
 # in the K/V pool (#18343); `use_swa` (modeling_dflash.py @7c7504c); the keys of `NEW_IN_1_4` (page of 1.4.0rc1).
 FROM_1_4 = Release(1, 4, 0)
-# #18155, on main (test_dflash2_semantics.py @10e9527): no release candidate is known to have it.
-DFLASH2 = Release(1, 4)
+# #18155: #19159 of 14 September 2026 follows it, and a key of the later #19466 is on the page of 1.4.0rc1.
+DFLASH2 = Release(1, 4, 1)
 NEWEST = Release(1, 4)  # the newest whose sources were read
 NEW_IN_1_4 = ("speculative_config.context_recompute_tail", "speculative_config.skip_ctx_buffer_budget_check")
 
@@ -153,7 +153,7 @@ class DFlashDecodingConfig(BlockDecodingConfig):
     attention_backend: Literal["VANILLA", "TRTLLM", "FA4"] = "VANILLA"
     max_concurrency: PositiveInt | None = None
     draft_len_schedule: dict[PositiveInt, NonNegativeInt] | None = None
-    context_recompute_tail: NonNegativeInt | None = None  # prompt tokens that a prefix hit computes again
+    context_recompute_tail: Annotated[int, Field(ge=-1)] | None = None  # prompt tokens that a prefix hit computes again
     skip_ctx_buffer_budget_check: bool | None = None
 
     @model_validator(mode="after")
@@ -183,17 +183,11 @@ class KvCacheConfig(Frozen):
 
 
 class CudaGraphConfig(Frozen):
-    """`cuda_graph_config`: graphs of decoding batches of these sizes."""
+    """`cuda_graph_config`: graphs of decoding batches of these sizes, or of a spread of sizes up to the largest."""
 
     enable_padding: bool = False
     max_batch_size: NonNegativeInt = 0
     batch_sizes: tuple[PositiveInt, ...] | None = None
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> CudaGraphConfig:
-        if self.batch_sizes and self.max_batch_size and max(self.batch_sizes) != self.max_batch_size:
-            raise ValueError(f"max_batch_size {self.max_batch_size} is not the largest of batch_sizes")
-        return self
 
 
 class LlmArgs(Frozen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,10 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
+def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize(("dtype", "batch", "bound"), [(torch.float32, 3, 2e-5), (torch.bfloat16, 8, 1e-3)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_drafts_as_the_core_does(shape: str, dtype: torch.dtype, batch: int, bound: float) -> None:
@@ -84,8 +88,8 @@ def test_features_out_of_order_are_put_in_order_by_the_draft_folder(scale: float
     config = tiny_drafter_config(target_layer_ids=(5, 1, 3), embedding_scale=scale)
     TensorRTLLMBackend().prepare(tiny_deployment(tmp_path, config), tmp_path / "out")
     found, _ = read_draft_folder(tmp_path / "out" / "draft")
-    written = load_file(tmp_path / "out" / "draft" / "model.safetensors")
-    target, weights = FakeTarget(config, torch.float32), random_tensors(config)
+    written = widened(load_file(tmp_path / "out" / "draft" / "model.safetensors"))
+    target, weights = FakeTarget(config, torch.float32), widened(random_tensors(config, dtype=torch.bfloat16))
     if scale == 1.0:
         upstream = importlib.import_module("tensorrt_llm._torch.models.modeling_dflash").DFlashForCausalLM
         ours = drafts(upstream(Of(pretrained_config=Pretrained(found))), written, target, config)

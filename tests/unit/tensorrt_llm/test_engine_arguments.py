@@ -34,11 +34,31 @@ def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: De
     assert (kv_cache["tokens_per_block"], kv_cache["enable_block_reuse"]) == (64, False), "merged, not replaced"
 
 
+UNCHECKED: dict[str, Any] = {
+    "attention_dp_config": {"enable_balance": True},
+    "kv_cache_config": {"host_cache_size": 1 << 30, "mamba_ssm_cache_dtype": "float32"},
+    "cuda_graph_config": {"mode": "decode"},
+    "speculative_config": {"load_format": "auto"},
+}
+
+
+def test_keys_that_the_mirror_does_not_check_are_written_beside_ours(deployment: Deployment) -> None:
+    """llm_args.py @0004396; what they may be is TensorRT-LLM's to say."""
+    ours, written = configuration(deployment), configuration(given(deployment, **UNCHECKED))
+    for section, keys in UNCHECKED.items():
+        assert written[section] == {**ours.get(section, {}), **keys}
+    graphs = configuration(given(deployment, cuda_graph_config={"batch_sizes": [1, 8]}))["cuda_graph_config"]
+    assert graphs == {"enable_padding": True, "batch_sizes": [1, 8]}, "upstream takes the largest of them"
+    misspelt = given(deployment, kv_cache_config={"host_cache": 1})
+    assert "unknown key kv_cache_config.host_cache" in backend().check(misspelt)[0].what
+
+
 @pytest.mark.parametrize(
     ("arguments", "release", "said"),
     [
         ({"enable_attention_dp": True}, "1.4", "set parallel.attention_data"),
         ({"tool_parser": "qwen3"}, "1.4", "set serving.tool_call_parser"),
+        ({"kv_cache_dtype": "fp8"}, "1.4", "set kv_cache.dtype"),
         ({"speculative_config": {"context_recompute_tail": 64}}, "1.3.0rc27", "has no speculative_config.context_rec"),
     ],
 )
@@ -64,7 +84,6 @@ REFUSED_VALUES: dict[str, dict[str, Any]] = {
     "must begin with": {"speculative_config": {"draft_len_schedule": {4: 2, 8: 3}}},
     "goes beyond": {"speculative_config": {"draft_len_schedule": {4: 3, 8: 7}}},
     "less than or equal": {"speculative_config": {"acceptance_rate_threshold": 1.5}},
-    "largest of batch_sizes": {"cuda_graph_config": {"batch_sizes": [1, 8]}},
     "beam search": {"max_beam_width": 4},
     "sampling and guided": {
         "speculative_config": {"use_rejection_sampling": True}, "guided_decoding_backend": "xgrammar",
@@ -126,6 +145,9 @@ def test_keys_of_serving_that_it_does_not_have_are_refused(deployment: Deploymen
     assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and check keys in a gateway")
     (problem,) = backend().check(changed(deployment, serving={"tool_call_parser": "hermes"}))
     assert "no tool call parser 'hermes'" in str(problem)
+    (problem,) = backend().check(changed(deployment, serving={"reasoning_parser": "deepseek-r2"}))
+    assert problem.do == "did you mean deepseek-r1?"
+    assert backend().check(changed(deployment, serving={"tool_call_parser": "glm47"})) == []
 
 
 @pytest.mark.usefixtures("hub")

@@ -13,7 +13,7 @@ from dflash_serve.deployment import Deployment
 from dflash_tensorrt_llm.upstream import Release
 from tests.support.heads import HEADS
 from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter
-from tests.unit.tensorrt_llm.conftest import backend, changed, tiny_deployment
+from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
 Changes = Mapping[str, Any]
 QWEN: Changes = {
@@ -31,7 +31,6 @@ OSS: Changes = {
 }
 ALONE: Changes = {"target": QWEN["target"], "hardware": QWEN["hardware"]}
 KIMI: Changes = {**OSS, "target": {"model": "nvidia/Kimi-K2.5-NVFP4"}, "parallel": {}}
-DUMMY: Changes = {"engine_args": {"tensorrt-llm": {"load_format": "dummy"}}}
 OLD = "1.3.0rc27"
 LONG: Changes = {"limits.max_batch_size": 512, "limits.max_model_len": 40960, "kv_cache.dtype": "fp8"}
 """With FP8 K/V the drafter's context keeps an arena of its own."""
@@ -47,6 +46,10 @@ def deployment(base: Changes, changes: Changes) -> Deployment:
         else:
             fields[section] = value
     return Deployment.model_validate(fields)
+
+
+def arguments(**given: object) -> Changes:
+    return {"engine_args": {"tensorrt-llm": given}}
 
 
 def devices(count: int, **parallel: object) -> Changes:
@@ -69,7 +72,11 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"target.quantization": "nvfp4", "hardware.gpu": "h200"}, "target.quant", "Blackwell"),
     (QWEN, {"kv_cache.dtype": "nvfp4", "hardware.gpu": "h200"}, "kv_cache.dtype", "Blackwell"),
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
-    (QWEN, DUMMY, "load_format", "no weights are read"),
+    (QWEN, arguments(load_format="dummy"), "load_format", "no weights are read"),
+    (QWEN, arguments(attn_backend="FLASHINFER"), "attn_backend", "takes no drafter"),
+    (QWEN, arguments(kv_cache_config={"tokens_per_block": 128}), "tokens_per_block", "pages of 16, 32 or 64"),
+    (QWEN, arguments(cache_transceiver_config={"backend": "NIXL"}), "cache_transceiver", "acceptance silently drops"),
+    (QWEN, arguments(kv_connector_config={"connector": "lmcache"}), "kv_connector", "brings of a prompt"),
     (QWEN, {"role": "decode"}, "role", "never sees the prompt's features"),
     (ALONE, {"role": "decode"}, "role", "role decode is not covered"),
     (ALONE, {"role": "prefill"}, "role", "role prefill is not covered"),
@@ -144,6 +151,14 @@ def test_with_16_bit_kv_the_context_lies_in_the_pool_and_is_reserved_nowhere_els
     assert "drafter's context needs" in backend(OLD).check(wanted)[0].what
 
 
+@pytest.mark.usefixtures("hub")
+def test_an_arena_that_is_made_before_the_pool_is_measured_is_not_taken_off_twice() -> None:
+    """#19410: since 1.4 but with TRTLLM attention; 30 GiB of an H100 are left for the pool."""
+    wanted = deployment(QWEN, {"hardware.gpu": "h100", "limits.max_batch_size": 128})
+    shares = [configuration(wanted, release)["kv_cache_config"]["free_gpu_memory_fraction"] for release in (OLD, "1.4")]
+    assert shares[0] < 0.6 < 0.8 < shares[1] < 0.9
+
+
 ODD: dict[str, dict[str, Any]] = {
     "embedding scale": {"embedding_scale": 2.0},
     "output multiplier": {"output_multiplier": 0.5},
@@ -168,7 +183,7 @@ BY_RELEASE: list[tuple[str, dict[str, Any], dict[str, str | None]]] = [
     ("vanilla Markov, fill-in", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
     ("anchor-first", {}, {"1.3.0rc27": NO_DSPARK, "1.4": None}),
     ("gated Markov", {}, {"1.4": GATED}),
-    ("DFlash2", {}, {"1.3.0rc27": NO_DFLASH2, "1.4.0rc4": NO_DFLASH2, "1.4": None}),
+    ("DFlash2", {}, {"1.3.0rc27": NO_DFLASH2, "1.4.0rc0": NO_DFLASH2, "1.4.0rc1": None, "1.4": None}),
     ("convolution", {}, {"1.4": "together with a selector only"}),
     ("vanilla Markov", {"embedding_scale": 2.0}, {"1.4": "our drafter there is plain DFlash"}),
     ("DFlash2", {"final_logit_softcap": 30.0}, {"1.4": "our drafter there is plain DFlash"}),
@@ -223,8 +238,12 @@ def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Pat
     reused = changed(tiny_deployment(tmp_path, tiny_drafter_config()), kv_cache={"block_reuse": True})
     (problem,) = backend().check(reused)
     assert "context_recompute_tail" in problem.do
-    told = {"tensorrt-llm": {"speculative_config": {"context_recompute_tail": 64}}}
-    assert backend().check(changed(reused, engine_args=told)) == []
+    for tail in (64, -1):  # -1 is the whole prompt
+        told = changed(reused, **arguments(speculative_config={"context_recompute_tail": tail}))
+        assert configuration(told)["enable_chunked_prefill"] is True, "else upstream silently computes none again"
+    at_once = arguments(speculative_config={"context_recompute_tail": 64}, enable_chunked_prefill=False)
+    (problem,) = backend().check(changed(reused, **at_once))
+    assert problem.where == "engine_args.tensorrt-llm.enable_chunked_prefill"
     (tmp_path / "windows").mkdir()
     windowed = tiny_deployment(tmp_path / "windows", tiny_drafter_config(layers=(SLIDING, SLIDING)))
     reused = changed(windowed, kv_cache={"block_reuse": True})

@@ -22,9 +22,11 @@ from tests.support.heads import HEADS
 from tests.support.tiny import (
     FULL,
     SLIDING_BOTH_WAYS,
+    edit_json,
     random_tensors,
     tiny_drafter_config,
     write_quantized_drafter,
+    write_tiny_drafter,
 )
 from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
@@ -58,7 +60,8 @@ def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Pa
     draft = tmp_path / "out" / "draft"
     written = load_file(draft / "model.safetensors")
     assert written.keys() == state.keys()
-    assert all(torch.equal(written[name].float(), state[name].float()) for name in state)
+    plain = {name: tensor.bfloat16() for name, tensor in state.items() if "norm" in name or name == "fc.weight"}
+    assert all(torch.equal(written[name].float(), tensor.float()) for name, tensor in {**state, **plain}.items())
     assert read_quantization(draft) == Quantization("fp8", ("fc",))
 
 
@@ -70,13 +73,36 @@ def test_the_columns_of_fc_follow_the_order_in_which_features_are_captured(tmp_p
     assert configuration(deployment)["speculative_config"]["target_layer_ids"] == [1, 3, 5]
     draft = tmp_path / "out" / "draft"
     assert read_config(draft)[0] == config.model_copy(update={"target_layer_ids": (1, 3, 5)})
-    before, after = random_tensors(config), load_file(draft / "model.safetensors")
+    before, after = random_tensors(config, dtype=torch.bfloat16), load_file(draft / "model.safetensors")
     features = dict(zip(config.target_layer_ids, torch.randn(3, 8, config.hidden_size), strict=True))
     torch.testing.assert_close(
-        torch.cat([features[layer] for layer in (1, 3, 5)], dim=1) @ after.pop("fc.weight").T,
-        torch.cat([features[layer] for layer in (5, 1, 3)], dim=1) @ before.pop("fc.weight").T,
+        torch.cat([features[layer] for layer in (1, 3, 5)], dim=1) @ after.pop("fc.weight").float().T,
+        torch.cat([features[layer] for layer in (5, 1, 3)], dim=1) @ before.pop("fc.weight").float().T,
     )
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("stored", "target", "written"),
+    [
+        (torch.float32, None, "bfloat16"),
+        (torch.float16, "bfloat16", "bfloat16"),
+        (torch.bfloat16, "float16", "float16"),
+    ],
+)
+def test_a_drafter_takes_the_number_format_of_its_target(
+    stored: torch.dtype, target: str | None, written: str, tmp_path: Path
+) -> None:
+    """It reads the target's embeddings, its context is kept in the type of `fc`, and flash-attn takes 16 bits."""
+    config = tiny_drafter_config()
+    deployment = tiny_deployment(tmp_path, config)
+    edit_json(tmp_path / "target" / "config.json", {"dtype": target})
+    shutil.rmtree(tmp_path / "drafter")
+    write_tiny_drafter(tmp_path / "drafter", config, dtype=stored)
+    backend().prepare(deployment, tmp_path / "out")
+    draft = tmp_path / "out" / "draft"
+    assert {tensor.dtype for tensor in load_file(draft / "model.safetensors").values()} == {getattr(torch, written)}
+    assert json.loads((draft / "config.json").read_text())["dtype"] == written
 
 
 def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
@@ -156,11 +182,18 @@ def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, writt
     ],
 )  # fmt: skip
 def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
-    """Before #16914 the key itself is unknown, and every release would refuse it. VANILLA is flash-attn's."""
+    """Before #16914 the key itself is unknown, and every release would refuse it. TRTLLM alone needs no package."""
     deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
     notes = " ".join(backend(release).preview(deployment, tmp_path / "out").notes)
-    assert ("flash-attn" in notes) == (kernels in (None, "VANILLA"))
+    assert ("package flash-attn beside" in notes) == (kernels in (None, "VANILLA"))
+    assert ("package flash-attn-4 (flash_attn.cute) beside" in notes) == (kernels == "FA4")
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
+
+
+def test_heads_for_which_trtllm_gen_has_no_kernels_are_flash_attns(tmp_path: Path) -> None:
+    """trtllm-gen has 72, 80 and 96 for causal attention alone (flashinfer_trtllm_gen)."""
+    deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config(head_dim=80)), hardware={"gpu": "b200"})
+    assert configuration(deployment)["speculative_config"]["attention_backend"] == "VANILLA"
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
