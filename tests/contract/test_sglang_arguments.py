@@ -149,7 +149,7 @@ def test_a_target_runs_on_the_same_kernels_with_dspark(
 def test_a_target_runs_on_the_kernels_that_it_needs(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, kernels: str
 ) -> None:
-    gemma = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 16}
+    gemma: dict[str, Any] = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 16}
     target = write_paper_target(tmp_path / "target", **gemma)
     wanted = deployment(models, gpu, target={"model": str(target)})
     BACKEND.prepare(wanted, tmp_path)
