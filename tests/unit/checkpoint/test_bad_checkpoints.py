@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_serve.checkpoint.reader import open_checkpoint, read_config
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
-from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VANILLA
+from tests.support.heads import CONVOLUTION, GATED, HEADS, RNN, SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import (
     FULL,
     SLIDING,
@@ -408,8 +408,9 @@ def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:
         assert (checkpoint.config.confidence is not None) is expected
 
 
-def test_modelopts_names_for_dspark_are_known(tmp_path: Path) -> None:
-    folder = written(tmp_path / "drafter", "modelopt", CONFIDENT)
+@pytest.mark.parametrize("markov", [VANILLA, GATED, RNN], ids=lambda one: str(one["kind"]))
+def test_modelopts_names_for_dspark_are_known(markov: dict[str, object], tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", "modelopt", {**CONFIDENT, "markov": markov})
     tensors = load_file(folder / "model.safetensors")
     renamed = {
         name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): tensor.clone()
