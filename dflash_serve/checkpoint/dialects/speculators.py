@@ -42,7 +42,11 @@ DEPTH_KEY = "num_target_layers"
 """A key of ours for the depth of the target, which speculators does not have; it allows extra keys."""
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 """speculators_model_type -> the architecture that is written."""
-KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "DFlashDraftModel", "DFlash2Speculator", "Qwen3DSparkModel")
+KNOWN_ARCHITECTURES = (
+    *ARCHITECTURES.values(),
+    *("DFlashDraftModel", "DSparkDraftModel", "DFlash2Speculator", "Qwen3DSparkModel"),
+)
+"""speculators itself writes the names of its classes, `...DraftModel`."""
 KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
