@@ -15,9 +15,9 @@ from collections.abc import Collection
 
 from dflash_serve.checkpoint.config import DrafterConfig, Slots
 from dflash_serve.checkpoint.dialects.keys import (
+    DRAFTER_KEYS,
     HEAD_KEYS,
     SLOT_KEYS,
-    TRANSFORMER_KEYS,
     UNKNOWN,
     WRITTEN_ANYWAY,
     Dialect,
@@ -79,7 +79,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     check_architecture(config, KNOWN_ARCHITECTURES)
     refuse_other_attention(config)
     inner = config.section("transformer_layer_config")
-    inner.only(TRANSFORMER_KEYS, UNKNOWN)
+    inner.only(DRAFTER_KEYS, UNKNOWN)
     config.refuse(
         "target_hidden_size",
         (inner.integer("hidden_size"),),

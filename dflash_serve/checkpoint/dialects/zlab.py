@@ -37,9 +37,9 @@ from dflash_serve.checkpoint.config import (
     uniform_target_layer_ids,
 )
 from dflash_serve.checkpoint.dialects.keys import (
+    DRAFTER_KEYS,
     HEAD_KEYS,
     SLOT_KEYS,
-    TRANSFORMER_KEYS,
     UNKNOWN,
     Dialect,
     check_architecture,
@@ -71,18 +71,34 @@ HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
 """Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
 TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
 """Keys of the training, which serving does not need."""
+TARGET_KEYS = {
+    *("attn_output_gate", "output_gate_type", "full_attention_interval", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+    *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
+    *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
+}
+"""Keys of Qwen targets that DeepSpec copies into a drafter's file. Gates, experts and linear attention have weights
+of their own or wider ones, so a drafter that has them is refused by its tensors."""
 TOP_LEVEL = {
-    *(*TRANSFORMER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
-    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
+    *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, *TARGET_KEYS),
+    *("dflash_config", "speculators_model_type", "has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
 }
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
-DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+DFLASH2_ARCHITECTURES = (
+    DFLASH2_ARCHITECTURE,
+    "DFlash2BeamDraftModel",
+    "MiniMaxDFlash2DraftModel",
+    "Qwen3DFlash2DraftModel",
+)
 ARCHITECTURES = (
-    *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel"),
+    *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "Qwen3DFlashDraftModel"),
+    "MuseGlimmerAssistantModel",
     *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE),
 )
-"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
+"""Architectures with Qwen3's layers; NVIDIA-NeMo/Automodel writes `Qwen3DFlashDraftModel` and `Qwen3DFlash2DraftModel`.
+DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
 
 
 def matches(config: ConfigSection) -> bool:
