@@ -78,11 +78,14 @@ TARGET_KEYS = {
     *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
     *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
 }
-"""Keys of Qwen targets that DeepSpec copies into a drafter's file. Gates, experts and linear attention have weights
-of their own or wider ones, so a drafter that has them is refused by its tensors."""
+"""Keys of Qwen targets that DeepSpec copies into a drafter's file; SpecForge's `num_experts` means the drafter's own.
+
+Gates, experts and linear attention have weights of their own or wider ones: a drafter that has them is refused by its
+tensors.
+"""
 TOP_LEVEL = {
-    *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, *TARGET_KEYS),
-    *("dflash_config", "speculators_model_type", "has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
+    *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
+    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
 }
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
@@ -130,7 +133,7 @@ def read_fields(
         slots: the convention if no key gives it.
     """
     check_architecture(config, ARCHITECTURES)
-    config.only(TOP_LEVEL, UNKNOWN)
+    config.only(TOP_LEVEL | (TARGET_KEYS if matches_deepspec(config) else set()), UNKNOWN)
     refuse_other_attention(dflash)
     config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")

@@ -219,6 +219,7 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
     ("zlab", {"dflash_config.new_thing": 3}, "unknown key dflash_config.new_thing = 3"),
     ("zlab", {"sample_from_anchors": True}, "did you mean sample_from_anchor?"),
     ("deepspec", {"new_thing": 3}, "unknown key new_thing = 3"),
+    ("zlab", {"num_experts": 8}, "unknown key num_experts = 8"),
     ("modelopt", {"new_thing": 3}, "unknown key new_thing = 3"),
     ("speculators", {"transformer_layer_config.new_thing": 3}, "unknown key transformer_layer_config.new_thing"),
     ("zlab", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "new_thing": 3}}, "rope_parameters.new"),
