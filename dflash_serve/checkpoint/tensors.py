@@ -102,6 +102,7 @@ def match_tensors(
         format: of the quantised weights; None = the checkpoint declares none.
     """
     shapes = expected_tensors(config)
+    copies = {*copies, T2D} if D2T in shapes else copies
     skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
     ours = {name: header for name, header in headers.items() if name not in skipped and RECOMPUTED not in name}
     mask = headers.get(T2D) if T2D in skipped else None

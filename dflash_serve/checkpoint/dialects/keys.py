@@ -431,6 +431,17 @@ def read_block_size(config: ConfigSection, slots: Slots) -> int:
     return config.integer("block_size") + 1
 
 
+PADDED = "if it is a padded size, set it to vocab_size and cut the rows of lm_head; else correct one of them"
+
+
+def read_draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
+    """`draft_vocab_size`, which speculators always writes; None = all of the target's tokens."""
+    draft = config.optional_integer("draft_vocab_size")
+    if draft is not None and draft > vocab_size:
+        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", PADDED)
+    return None if draft is None or draft >= vocab_size else draft
+
+
 def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:
     """Adds a problem for any other architecture."""
     for name in config.architectures:

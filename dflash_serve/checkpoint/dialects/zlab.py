@@ -12,7 +12,8 @@ fill-in.
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
 (April's SDPA path ignored windows altogether; the same weights then draft differently beyond the window.)
 
-DeepSpec (deepseek-ai/DeepSpec) writes DSpark's keys at top level, SpecForge (sgl-project) in `dflash_config`. With
+DeepSpec (deepseek-ai/DeepSpec) writes DSpark's keys at top level, SpecForge (sgl-project) in `dflash_config` or in
+`dspark_config`. With
 anchor-first slots `block_size` is the number of drafted tokens: our B - 1. DeepSpec's own code has no key for the slot
 convention and is anchor-first; SGLang 0.5.23 reads `sample_from_anchor` at top level only. DeepSpec's plain drafters
 (`dflash_qwen3_*_block7`) have the same architecture and `markov_rank: 0`.
@@ -27,6 +28,7 @@ read the same drafter.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from dflash_serve.checkpoint.config import (
     MASK_EMBEDDING,
@@ -49,6 +51,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     markov_keys,
     one_value,
     read_block_size,
+    read_draft_vocabulary,
     read_heads,
     read_slots,
     read_transformer,
@@ -85,7 +88,7 @@ tensors.
 """
 TOP_LEVEL = {
     *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
-    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
+    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias", "draft_vocab_size"),
 }
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
@@ -125,15 +128,17 @@ def read_fields(
     stored: Collection[str],
     *,
     slots: Slots = "fill-in",
+    known: Collection[str] = (),
 ) -> dict[str, object]:
     """Fields of a DrafterConfig, with windows from the caller: ModelOpt writes them elsewhere.
 
     Args:
         stored: names of the checkpoint's tensors.
         slots: the convention if no key gives it.
+        known: further keys at top level.
     """
     check_architecture(config, ARCHITECTURES)
-    config.only(TOP_LEVEL | (TARGET_KEYS if matches_deepspec(config) else set()), UNKNOWN)
+    config.only(TOP_LEVEL | set(known), UNKNOWN)
     refuse_other_attention(dflash)
     config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
@@ -147,6 +152,7 @@ def read_fields(
         **read_heads(dflash, stored),
         "block_size": read_block_size(dflash, told),
         "slots": told,
+        "draft_vocabulary": read_draft_vocabulary(config, config.integer("vocab_size")),
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
         "num_target_layers": depth,
         "mask_token_id": _mask_token_id(dflash, has_mask_embedding),
@@ -239,12 +245,19 @@ def matches_specforge(config: ConfigSection) -> bool:
 
 
 def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys, in `dflash_config` or at top level."""
+    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys.
+
+    They are looked up in `dspark_config`, in `dflash_config` and at top level, as SGLang 0.5.23 does.
+    """
     inner = config.section("dflash_config", falls_back=True)
     inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
+    if config.has("dspark_config"):
+        inner = replace(config.section("dspark_config"), fallback=inner)
+        inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
     inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
-    return read_fields(config, inner, layers, stored, slots="anchor-first")
+    known = {"dspark_config", *(TARGET_KEYS if matches_deepspec(config) else ())}
+    return read_fields(config, inner, layers, stored, slots="anchor-first", known=known)
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:

@@ -288,6 +288,9 @@ BAD_HEADS: list[tuple[str, Mapping[str, object], Mapping[str, object], str]] = [
     ("deepspec", CONFIDENT, {"block_size": 0}, "block_size is 0, not a whole number from 1 on"),
     ("specforge", CONFIDENT, {"dflash_config.attention_mode": "mla"}, "attention_mode = 'mla'"),
     ("specforge", CONFIDENT, {"dflash_config.new_thing": 1}, "unknown key dflash_config.new_thing"),
+    ("specforge", CONFIDENT, {"dspark_config.new_thing": 1}, "unknown key dspark_config.new_thing"),
+    ("specforge", CONFIDENT, {"dspark_config.markov_rank": 8}, "dspark_config.markov_rank is 8 but dflash_config."),
+    ("zlab", {}, {"dspark_config.markov_rank": 8}, "unknown key dspark_config"),
     ("specforge", CONFIDENT, {"dflash_config.markov_rank": 8}, "proj.weight has shape [1, 38]"),
     ("modelopt", CONFIDENT, {"dflash_config.shift_label": False}, "sample_from_anchor is True but"),
     ("modelopt", {"markov": GATED, **SHIFTED}, {"dflash_config.markov_head_type": "rnn"}, "markov_head.gate_proj"),
@@ -398,6 +401,15 @@ def test_a_speculators_dspark_without_the_key_is_read_by_what_it_says_it_drafts(
     edit_json(folder / "config.json", {"sample_from_anchor": None, **methods})
     config, _ = read_config(folder)
     assert (config.slots, config.block_size) == (slots, block)
+
+
+def test_a_reduced_vocabulary_beside_z_labs_keys_brings_both_of_its_maps(tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", "speculators", REDUCED)
+    plain = written(tmp_path / "plain", "zlab", {})
+    (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
+    refused(folder, "maps a reduced draft vocabulary", "add draft_vocab_size")
+    edit_json(folder / "config.json", {"draft_vocab_size": 40})
+    assert problems_of(folder) == []
 
 
 def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:

@@ -164,6 +164,23 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         (),
         {"rope": {"theta": 1e4, "scaling": "yarn", **YARN}},
     ),
+    "DSpark's keys in a section of their own": (
+        {**raw("specforge", tiny_drafter_config(**CONFIDENT)), "mask_token_id": 7, "markov_rank": 6},
+        {
+            "dspark_config.markov_rank": 6,
+            "dspark_config.markov_head_type": "vanilla",
+            "dspark_config.target_layer_ids": [0, 2, 4],
+            "dspark_config.enable_confidence_head": True,
+            "dspark_config.confidence_head_with_markov": True,
+            "dflash_config": {"attention_mode": "gqa", "projector_type": "dspark", "mask_token_id": 7},
+        },
+        (),
+        {**CONFIDENT, "target_layer_ids": (0, 2, 4), "mask_token_id": 7},
+    ),
+    "a reduced vocabulary beside z-lab's keys, which vLLM reads": (
+        raw("zlab"), {"draft_vocab_size": 40}, (), {"draft_vocabulary": 40}
+    ),
+    "and the whole one": (raw("specforge", tiny_drafter_config(**CONFIDENT)), {"draft_vocab_size": 96}, (), CONFIDENT),
     "halves are rotated, as ever": (raw("zlab"), {"is_neox_style": True, "rope_is_neox_style": True}, (), {}),
     "a third name of the slot convention, at top level": (
         raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
