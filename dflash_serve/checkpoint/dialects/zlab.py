@@ -27,7 +27,7 @@ read the same drafter.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dflash_serve.checkpoint.config import (
@@ -105,6 +105,10 @@ ARCHITECTURES = (
 )
 """Architectures with Qwen3's layers; NVIDIA-NeMo/Automodel writes `Qwen3DFlashDraftModel` and `Qwen3DFlash2DraftModel`.
 DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
+UNWRITTEN: Mapping[str, Mapping[str, object]] = {
+    "muse_glimmer_assistant": {"vocab_size": 202048, "is_causal": False},  # transformers 5.16: bidirectional, no head
+}
+"""model_type -> what its class fixes and its files leave out."""
 
 
 def matches(config: ConfigSection) -> bool:
@@ -115,6 +119,7 @@ def matches(config: ConfigSection) -> bool:
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """Fields of a DrafterConfig from a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
+    config = replace(config, raw={**UNWRITTEN.get(str(config.raw.get("model_type")), {}), **config.raw})
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
     layers = make_kinds(read_windows(config), dflash.given("is_causal", bool))
