@@ -52,6 +52,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Fused products of engines, which some checkpoints store fused too -> their parts in the order of rows."""
+ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+"""Modules whose outputs RoPE turns."""
 BLOCK = 16  # values along the input that share an NVFP4 scale
 PACKED = (
     *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
@@ -227,6 +229,19 @@ def parts_of(name: str) -> list[str]:
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
     return [name]
+
+
+def is_rotated(name: str, tensor: Tensor) -> bool:
+    """RoPE turns the rows of one of our tensors, which has more than one value."""
+    return name.rpartition(".")[0].endswith(ROTATED) and tensor.numel() > 1
+
+
+def as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries or keys for RoPE that pairs halves of a head, from those for RoPE that pairs neighbours.
+
+    Queries and keys keep their products: both have the same new order.
+    """
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) -> list[Problem]:

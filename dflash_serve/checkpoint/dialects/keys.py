@@ -135,11 +135,7 @@ def _confidence(config: ConfigSection, stored: Collection[str], markov: MarkovCo
         return None
     with_markov = config.given("confidence_head_with_markov", bool)
     if with_markov is None:
-        # ModelOpt, which writes use_, has one with Markov embeddings only.
-        if markov is not None and not config.has("use_confidence_head"):
-            do = "add whether it reads Markov embeddings: true or false"
-            config.note("a confidence head without confidence_head_with_markov", do)
-        with_markov = markov is not None
+        with_markov = markov is not None  # as in SGLang; the width of its tensor is checked
     return ConfidenceConfig(with_markov=with_markov)
 
 
@@ -233,8 +229,9 @@ TRANSFORMER_KEYS = {
     *("quantization_config", "compression_config", "pretraining_tp", "use_mrope"),
 }
 """Keys of a stack of layers that are read, refused where they change it, or without effect."""
-INTERLEAVED_KEYS = ("is_neox_style", "rope_is_neox_style")
-DRAFTER_KEYS = {*TRANSFORMER_KEYS, *INTERLEAVED_KEYS, "flex_attention_backend"}
+HALVES = ("rope_is_neox_style", "is_neox_style")
+"""Two names of one switch: RoPE pairs the halves of a head; false pairs its neighbours."""
+DRAFTER_KEYS = {*TRANSFORMER_KEYS, *HALVES, "flex_attention_backend"}
 """Those of a drafter's layers; `flex_attention_backend` is how speculators trained it."""
 QWEN3_HEAD_DIM = 128
 """Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""
@@ -258,8 +255,7 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
     config.refuse("hidden_act", ("silu",), "DFlash drafters use silu")
     config.refuse("mlp_bias", (False,), "a bias in the MLP is not supported")
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not supported in a drafter yet")
-    for key in INTERLEAVED_KEYS:
-        config.refuse(key, (True,), "RoPE that rotates neighbours, not halves, is not supported yet", PLAIN_DRAFTER)
+    config.either(*HALVES, bool)  # `pairs_neighbours` reads it
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
             config.note(f"the drafter is quantised ({config.named(key)}) in an unsupported form", BUILD)
@@ -278,6 +274,12 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
         "attention_bias": config.given("attention_bias", bool),
         "rope": read_rope(config, head_dim=head_dim),
     }
+
+
+def pairs_neighbours(raw: Mapping[str, object]) -> bool:
+    """RoPE of a config.json's drafter pairs neighbours, not halves (LFM2.5's drafters)."""
+    config = ConfigSection(raw, "", [])
+    return config.section("transformer_layer_config", falls_back=True).either(*HALVES, bool) is False
 
 
 def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:

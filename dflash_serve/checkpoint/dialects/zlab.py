@@ -100,11 +100,11 @@ DFLASH2_ARCHITECTURES = (
 )
 ARCHITECTURES = (
     *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "Qwen3DFlashDraftModel"),
-    "MuseGlimmerAssistantModel",
-    *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE),
+    *("MuseGlimmerAssistantModel", "Lfm2DSparkDraftModel", "LingDSparkModel"),
+    *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE),
 )
 """Architectures with Qwen3's layers; NVIDIA-NeMo/Automodel writes `Qwen3DFlashDraftModel` and `Qwen3DFlash2DraftModel`.
-DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
+DeepSpec has others."""
 UNWRITTEN: Mapping[str, Mapping[str, object]] = {
     "muse_glimmer_assistant": {"vocab_size": 202048, "is_causal": False},  # transformers 5.16: bidirectional, no head
 }

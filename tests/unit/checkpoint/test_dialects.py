@@ -181,6 +181,12 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         raw("zlab"), {"draft_vocab_size": 40}, (), {"draft_vocabulary": 40}
     ),
     "and the whole one": (raw("specforge", tiny_drafter_config(**CONFIDENT)), {"draft_vocab_size": 96}, (), CONFIDENT),
+    "LiquidAI's drafters, whose confidence head reads Markov embeddings unsaid": (
+        raw("deepspec", tiny_drafter_config(**CONFIDENT)),
+        {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False},
+        ("confidence_head_with_markov",),
+        CONFIDENT,
+    ),
     "halves are rotated, as ever": (raw("zlab"), {"is_neox_style": True, "rope_is_neox_style": True}, (), {}),
     "a third name of the slot convention, at top level": (
         raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
