@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
 from dflash_serve.checkpoint.dialects import speculators, zlab
-from dflash_serve.checkpoint.dialects.keys import Dialect
+from dflash_serve.checkpoint.dialects.keys import Dialect, pairs_neighbours
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
@@ -28,7 +28,9 @@ from dflash_serve.checkpoint.tensors import (
     T2D,
     Piece,
     Quantization,
+    as_halves,
     find_quantization,
+    is_rotated,
     match_tensors,
     plain_only,
     proper_name,
@@ -64,6 +66,7 @@ class Checkpoint:
     config: DrafterConfig | None = None
     dialect: Dialect | None = None
     quantization: Quantization | None = None  # None = not quantised
+    neighbours: bool = False  # RoPE pairs neighbours: rows of queries and keys are put in order when they are read
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)  # our tensor names, with scales -> their place in the files
 
@@ -167,6 +170,7 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
     understood = len(checkpoint.problems) == before
     if checkpoint.quantization is not None:
         checkpoint.problems += scale_problems(checkpoint.headers, checkpoint.quantization.format, folder)
+    checkpoint.neighbours = pairs_neighbours(raw)
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     stored = {proper_name(name) for name in checkpoint.headers}
     config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)
@@ -210,6 +214,8 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
                 for name, piece in checkpoint.pieces.items():
                     if piece.file == file:
                         tensor = piece.of(opened.get_tensor(piece.stored_name))
+                        if checkpoint.neighbours and checkpoint.config is not None and is_rotated(name, tensor):
+                            tensor = as_halves(tensor, checkpoint.config.head_dim)
                         unusable = finite_problem(name, tensor, file, "download the drafter again, or train it again")
                         problems += [unusable] if unusable else []
                         if name == D2T:

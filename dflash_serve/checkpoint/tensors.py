@@ -31,6 +31,10 @@ ALIASES = {
     "draft_id_to_target_id": "d2t",
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2.weight": "markov_head.markov_w2.weight",
+    "gate_proj.weight": "markov_head.gate_proj.weight",
+    "gate_proj.bias": "markov_head.gate_proj.bias",
+    "joint_proj.weight": "markov_head.joint_proj.weight",
+    "joint_proj.bias": "markov_head.joint_proj.bias",
     "confidence_proj.weight": "confidence_head.proj.weight",
     "confidence_proj.bias": "confidence_head.proj.bias",
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
@@ -48,6 +52,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Fused products of engines, which some checkpoints store fused too -> their parts in the order of rows."""
+ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+"""Modules whose outputs RoPE turns."""
 BLOCK = 16  # values along the input that share an NVFP4 scale
 PACKED = (
     *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
@@ -98,6 +104,7 @@ def match_tensors(
         format: of the quantised weights; None = the checkpoint declares none.
     """
     shapes = expected_tensors(config)
+    copies = {*copies, T2D} if D2T in shapes else copies
     skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
     ours = {name: header for name, header in headers.items() if name not in skipped and RECOMPUTED not in name}
     mask = headers.get(T2D) if T2D in skipped else None
@@ -222,6 +229,19 @@ def parts_of(name: str) -> list[str]:
         if f".{fused}." in name:
             return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
     return [name]
+
+
+def is_rotated(name: str, tensor: Tensor) -> bool:
+    """RoPE turns the rows of one of our tensors, which has more than one value."""
+    return name.rpartition(".")[0].endswith(ROTATED) and tensor.numel() > 1
+
+
+def as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries or keys for RoPE that pairs halves of a head, from those for RoPE that pairs neighbours.
+
+    Queries and keys keep their products: both have the same new order.
+    """
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) -> list[Problem]:

@@ -135,11 +135,7 @@ def _confidence(config: ConfigSection, stored: Collection[str], markov: MarkovCo
         return None
     with_markov = config.given("confidence_head_with_markov", bool)
     if with_markov is None:
-        # ModelOpt, which writes use_, has one with Markov embeddings only.
-        if markov is not None and not config.has("use_confidence_head"):
-            do = "add whether it reads Markov embeddings: true or false"
-            config.note("a confidence head without confidence_head_with_markov", do)
-        with_markov = markov is not None
+        with_markov = markov is not None  # as in SGLang; the width of its tensor is checked
     return ConfidenceConfig(with_markov=with_markov)
 
 
@@ -223,7 +219,7 @@ WRITTEN_ANYWAY = {
     *("top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
     *("diversity_penalty", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores"),
     *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
-    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "has_no_defaults_at_init"),
 }
 """Keys that transformers 4 and 5 write for every model, without effect on what is computed here."""
 TRANSFORMER_KEYS = {
@@ -233,6 +229,10 @@ TRANSFORMER_KEYS = {
     *("quantization_config", "compression_config", "pretraining_tp", "use_mrope"),
 }
 """Keys of a stack of layers that are read, refused where they change it, or without effect."""
+HALVES = ("rope_is_neox_style", "is_neox_style")
+"""Two names of one switch: RoPE pairs the halves of a head; false pairs its neighbours."""
+DRAFTER_KEYS = {*TRANSFORMER_KEYS, *HALVES, "flex_attention_backend"}
+"""Those of a drafter's layers; `flex_attention_backend` is how speculators trained it."""
 QWEN3_HEAD_DIM = 128
 """Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""
 
@@ -245,9 +245,9 @@ ROPE_NEEDS = {
 }
 ROPE_HARMLESS = {
     *("rope_theta", "rope_type", "type"),
-    *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"),
+    *("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved", "finetuned"),
 }
-"""Keys without effect on a text drafter: three equal mrope axes are plain RoPE."""
+"""Keys without effect on a text drafter, or checked apart: three equal mrope axes are plain RoPE."""
 
 
 def read_transformer(config: ConfigSection) -> dict[str, object]:
@@ -255,23 +255,31 @@ def read_transformer(config: ConfigSection) -> dict[str, object]:
     config.refuse("hidden_act", ("silu",), "DFlash drafters use silu")
     config.refuse("mlp_bias", (False,), "a bias in the MLP is not supported")
     config.refuse("use_gemma_norm", (False,), "Gemma's norms are not supported in a drafter yet")
+    config.either(*HALVES, bool)  # `pairs_neighbours` reads it
     for key in ("quantization_config", "compression_config"):
         if config.has(key):
             config.note(f"the drafter is quantised ({config.named(key)}) in an unsupported form", BUILD)
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     qwen = (config.given("model_type", str) or "qwen3") == "qwen3"
+    head_dim = config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads))
     return {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": config.integer("intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": config.integer("num_key_value_heads", heads),
-        "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if qwen else max(1, hidden // heads)),
+        "head_dim": head_dim,
         "max_position_embeddings": config.optional_integer("max_position_embeddings"),
         "rms_norm_eps": config.positive("rms_norm_eps"),
         "attention_bias": config.given("attention_bias", bool),
-        "rope": read_rope(config),
+        "rope": read_rope(config, head_dim=head_dim),
     }
+
+
+def pairs_neighbours(raw: Mapping[str, object]) -> bool:
+    """RoPE of a config.json's drafter pairs neighbours, not halves (LFM2.5's drafters)."""
+    config = ConfigSection(raw, "", [])
+    return config.section("transformer_layer_config", falls_back=True).either(*HALVES, bool) is False
 
 
 def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:
@@ -337,22 +345,28 @@ def make_kinds(windows: tuple[int | None, ...], causal: bool | None) -> tuple[At
     )
 
 
-def read_rope(config: ConfigSection, default_theta: float | None = None) -> RopeConfig:
+def read_rope(config: ConfigSection, default_theta: float | None = None, *, head_dim: int | None = None) -> RopeConfig:
     """RoPE in the older form, or in transformers 5's `rope_parameters`, flat or by layer type.
 
     A missing theta without a default is a problem: engines' defaults differ by a factor of 100. Entries of layer types
     that no layer has are not used.
+
+    Args:
+        head_dim: of a drafter. Trainers copy the target's `partial_rotary_factor` and rotate whole heads all the same,
+            as transformers' Qwen3 does unless RoPE is scaled; SGLang's `rope_dim` tells it. None = a target.
     """
     new = config.section("rope_parameters")
     if not any(isinstance(value, dict) for value in new.raw.values()):
-        return _flat_rope(config, default_theta)
+        return _flat_rope(config, default_theta, head_dim)
     kinds = sorted(set(config.given("layer_types", list[str]) or new.raw))
     for kind in (kind for kind in kinds if not isinstance(new.raw.get(kind), dict)):
         config.note(f"{new.named(kind)} is {new.raw.get(kind)!r}, no RoPE of this layer type", "add it")
     flat = {**config.raw, "rope_scaling": None}
     ropes = {
         kind: _flat_rope(
-            ConfigSection({**flat, "rope_parameters": new.raw[kind]}, config.where, config.problems), default_theta
+            ConfigSection({**flat, "rope_parameters": new.raw[kind]}, config.where, config.problems),
+            default_theta,
+            head_dim,
         )
         for kind in kinds
         if isinstance(new.raw.get(kind), dict)
@@ -364,19 +378,21 @@ def read_rope(config: ConfigSection, default_theta: float | None = None) -> Rope
     return next(iter(ropes.values()), RopeConfig())
 
 
-def _flat_rope(config: ConfigSection, default_theta: float | None) -> RopeConfig:
+def _flat_rope(config: ConfigSection, default_theta: float | None, head_dim: int | None) -> RopeConfig:
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     if new.raw and old.raw and _rope_kind(new) != _rope_kind(old):
         what = f"{new.path} says {_rope_kind(new)!r} but {old.path} says {_rope_kind(old)!r}"
         config.note(what, "keep the right one")
     section = config.section("rope_parameters" if new.raw else "rope_scaling", falls_back=True)
-    section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
+    kind = _rope_kind(section)
+    section.refuse("rope_dim", (head_dim,), "partial rotary embedding is not supported")
+    if head_dim is None or (kind != "default" and not section.has("rope_dim")):
+        section.refuse("partial_rotary_factor", (1,), "partial rotary embedding is not supported")
     theta = section.positive("rope_theta") if section.has("rope_theta") else default_theta
     if theta is None:
         if not section.has("rope_theta"):
             config.note(f"no {config.named('rope_theta')}", "add the target's rope_theta")
         theta = 1.0
-    kind = _rope_kind(section)
     if kind == "default":
         if section.path:
             section.only(ROPE_FIELDS | ROPE_HARMLESS, UNKNOWN)
@@ -415,6 +431,17 @@ def read_block_size(config: ConfigSection, slots: Slots) -> int:
     if slots == "fill-in":
         return config.integer("block_size", minimum=2)
     return config.integer("block_size") + 1
+
+
+PADDED = "if it is a padded size, set it to vocab_size and cut the rows of lm_head; else correct one of them"
+
+
+def read_draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
+    """`draft_vocab_size`, which speculators always writes; None = all of the target's tokens."""
+    draft = config.optional_integer("draft_vocab_size")
+    if draft is not None and draft > vocab_size:
+        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", PADDED)
+    return None if draft is None or draft >= vocab_size else draft
 
 
 def check_architecture(config: ConfigSection, architectures: Collection[str]) -> None:

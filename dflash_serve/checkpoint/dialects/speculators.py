@@ -15,9 +15,9 @@ from collections.abc import Collection
 
 from dflash_serve.checkpoint.config import DrafterConfig, Slots
 from dflash_serve.checkpoint.dialects.keys import (
+    DRAFTER_KEYS,
     HEAD_KEYS,
     SLOT_KEYS,
-    TRANSFORMER_KEYS,
     UNKNOWN,
     WRITTEN_ANYWAY,
     Dialect,
@@ -27,6 +27,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     markov_keys,
     one_value,
     read_block_size,
+    read_draft_vocabulary,
     read_heads,
     read_slots,
     read_transformer,
@@ -42,7 +43,11 @@ DEPTH_KEY = "num_target_layers"
 """A key of ours for the depth of the target, which speculators does not have; it allows extra keys."""
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
 """speculators_model_type -> the architecture that is written."""
-KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "DFlashDraftModel", "DFlash2Speculator", "Qwen3DSparkModel")
+KNOWN_ARCHITECTURES = (
+    *ARCHITECTURES.values(),
+    *("DFlashDraftModel", "DSparkDraftModel", "DFlash2Speculator", "Qwen3DSparkModel"),
+)
+"""speculators itself writes the names of its classes, `...DraftModel`."""
 KEYS = {
     *("speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config"),
     *("architectures", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
@@ -55,7 +60,6 @@ TRAINING = {
     *("lambda_base_start", "lambda_base_decay_ratio", "auf", "max_anchors"),
     *("num_anchors", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"),
 }
-PADDED = "if it is a padded size, set it to vocab_size and cut the rows of lm_head; else correct one of them"
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"})
 """Tensors that repeat the target's (`lm_head` only with the target's vocabulary), and `t2d`, which repeats d2t."""
 
@@ -75,7 +79,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     check_architecture(config, KNOWN_ARCHITECTURES)
     refuse_other_attention(config)
     inner = config.section("transformer_layer_config")
-    inner.only(TRANSFORMER_KEYS, UNKNOWN)
+    inner.only(DRAFTER_KEYS, UNKNOWN)
     config.refuse(
         "target_hidden_size",
         (inner.integer("hidden_size"),),
@@ -91,7 +95,7 @@ def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
         **read_heads(config, stored, markov_kind="vanilla"),
         "block_size": block_size,
         "slots": slots,
-        "draft_vocabulary": _draft_vocabulary(config, inner.integer("vocab_size")),
+        "draft_vocabulary": read_draft_vocabulary(config, inner.integer("vocab_size")),
         "target_layer_ids": _layer_ids(config),
         "num_target_layers": config.optional_integer(DEPTH_KEY),
         "mask_token_id": config.integer("mask_token_id", minimum=0),
@@ -120,14 +124,6 @@ def _layer_ids(config: ConfigSection) -> tuple[int, ...]:
     if shifted is None and not config.has("aux_hidden_state_layer_ids"):
         config.note("no aux_hidden_state_layer_ids", "add the target layers it was trained with, each 0-based id + 1")
     return tuple(index - 1 for index in shifted or (1,))
-
-
-def _draft_vocabulary(config: ConfigSection, vocab_size: int) -> int | None:
-    # None = all of the target's tokens. speculators always writes its default, 32000, into the file.
-    draft = config.optional_integer("draft_vocab_size")
-    if draft is not None and draft > vocab_size:
-        config.note(f"draft_vocab_size {draft} is more than vocab_size {vocab_size}", PADDED)
-    return None if draft is None or draft >= vocab_size else draft
 
 
 def _speculative_tokens(config: ConfigSection) -> list[int]:

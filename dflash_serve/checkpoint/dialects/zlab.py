@@ -12,7 +12,8 @@ fill-in.
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
 (April's SDPA path ignored windows altogether; the same weights then draft differently beyond the window.)
 
-DeepSpec (deepseek-ai/DeepSpec) writes DSpark's keys at top level, SpecForge (sgl-project) in `dflash_config`. With
+DeepSpec (deepseek-ai/DeepSpec) writes DSpark's keys at top level, SpecForge (sgl-project) in `dflash_config` or in
+`dspark_config`. With
 anchor-first slots `block_size` is the number of drafted tokens: our B - 1. DeepSpec's own code has no key for the slot
 convention and is anchor-first; SGLang 0.5.23 reads `sample_from_anchor` at top level only. DeepSpec's plain drafters
 (`dflash_qwen3_*_block7`) have the same architecture and `markov_rank: 0`.
@@ -26,7 +27,8 @@ read the same drafter.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from dflash_serve.checkpoint.config import (
     MASK_EMBEDDING,
@@ -37,9 +39,9 @@ from dflash_serve.checkpoint.config import (
     uniform_target_layer_ids,
 )
 from dflash_serve.checkpoint.dialects.keys import (
+    DRAFTER_KEYS,
     HEAD_KEYS,
     SLOT_KEYS,
-    TRANSFORMER_KEYS,
     UNKNOWN,
     Dialect,
     check_architecture,
@@ -49,6 +51,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     markov_keys,
     one_value,
     read_block_size,
+    read_draft_vocabulary,
     read_heads,
     read_slots,
     read_transformer,
@@ -71,18 +74,41 @@ HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
 """Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
 TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
 """Keys of the training, which serving does not need."""
+TARGET_KEYS = {
+    *("attn_output_gate", "output_gate_type", "full_attention_interval", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+    *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
+    *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
+}
+"""Keys of Qwen targets that DeepSpec copies into a drafter's file; SpecForge's `num_experts` means the drafter's own.
+
+Gates, experts and linear attention have weights of their own or wider ones: a drafter that has them is refused by its
+tensors.
+"""
 TOP_LEVEL = {
-    *(*TRANSFORMER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
-    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias"),
+    *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
+    *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias", "draft_vocab_size"),
 }
 DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
-DFLASH2_ARCHITECTURES = (DFLASH2_ARCHITECTURE, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
-ARCHITECTURES = (
-    *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "MuseGlimmerAssistantModel"),
-    *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, "LingDSparkModel", SPECFORGE_ARCHITECTURE),
+DFLASH2_ARCHITECTURES = (
+    DFLASH2_ARCHITECTURE,
+    "DFlash2BeamDraftModel",
+    "MiniMaxDFlash2DraftModel",
+    "Qwen3DFlash2DraftModel",
 )
-"""Architectures with Qwen3's layers. DeepSpec has others: `Lfm2DSparkDraftModel` rotates neighbours, not halves."""
+ARCHITECTURES = (
+    *("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel", "Qwen3DFlashDraftModel"),
+    *("MuseGlimmerAssistantModel", "Lfm2DSparkDraftModel", "LingDSparkModel"),
+    *(*DFLASH2_ARCHITECTURES, DEEPSPEC_ARCHITECTURE, SPECFORGE_ARCHITECTURE),
+)
+"""Architectures with Qwen3's layers; NVIDIA-NeMo/Automodel writes `Qwen3DFlashDraftModel` and `Qwen3DFlash2DraftModel`.
+DeepSpec has others."""
+UNWRITTEN: Mapping[str, Mapping[str, object]] = {
+    "muse_glimmer_assistant": {"vocab_size": 202048, "is_causal": False},  # transformers 5.16: bidirectional, no head
+}
+"""model_type -> what its class fixes and its files leave out."""
 
 
 def matches(config: ConfigSection) -> bool:
@@ -93,6 +119,7 @@ def matches(config: ConfigSection) -> bool:
 
 def read(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
     """Fields of a DrafterConfig from a z-lab config.json (dflash 0.1.0 `model.py`, SGLang 0.5.23 `dflash_utils.py`)."""
+    config = replace(config, raw={**UNWRITTEN.get(str(config.raw.get("model_type")), {}), **config.raw})
     dflash = config.section("dflash_config", falls_back=True)
     dflash.only(KEYS | REFUSABLE | HARMLESS, UNKNOWN)
     layers = make_kinds(read_windows(config), dflash.given("is_causal", bool))
@@ -106,15 +133,17 @@ def read_fields(
     stored: Collection[str],
     *,
     slots: Slots = "fill-in",
+    known: Collection[str] = (),
 ) -> dict[str, object]:
     """Fields of a DrafterConfig, with windows from the caller: ModelOpt writes them elsewhere.
 
     Args:
         stored: names of the checkpoint's tensors.
         slots: the convention if no key gives it.
+        known: further keys at top level.
     """
     check_architecture(config, ARCHITECTURES)
-    config.only(TOP_LEVEL, UNKNOWN)
+    config.only(TOP_LEVEL | set(known), UNKNOWN)
     refuse_other_attention(dflash)
     config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
@@ -128,6 +157,7 @@ def read_fields(
         **read_heads(dflash, stored),
         "block_size": read_block_size(dflash, told),
         "slots": told,
+        "draft_vocabulary": read_draft_vocabulary(config, config.integer("vocab_size")),
         "target_layer_ids": _target_layer_ids(dflash, depth, len(layers)),
         "num_target_layers": depth,
         "mask_token_id": _mask_token_id(dflash, has_mask_embedding),
@@ -220,12 +250,19 @@ def matches_specforge(config: ConfigSection) -> bool:
 
 
 def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, object]:
-    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys, in `dflash_config` or at top level."""
+    """Fields of a DrafterConfig from DeepSpec's or SpecForge's keys.
+
+    They are looked up in `dspark_config`, in `dflash_config` and at top level, as SGLang 0.5.23 does.
+    """
     inner = config.section("dflash_config", falls_back=True)
     inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
+    if config.has("dspark_config"):
+        inner = replace(config.section("dspark_config"), fallback=inner)
+        inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
     inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
-    return read_fields(config, inner, layers, stored, slots="anchor-first")
+    known = {"dspark_config", *(TARGET_KEYS if matches_deepspec(config) else ())}
+    return read_fields(config, inner, layers, stored, slots="anchor-first", known=known)
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:

@@ -104,16 +104,18 @@ def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     inner = _section(plain)
     ids = inner["target_layer_ids"]
     assert isinstance(ids, list)
-    rows = drafter.block_size - (kind == "dspark")
+    rows = drafter.block_size - (drafter.heads.slots == "anchor-first")
     transformer = {
         key: value
         for key, value in plain.items()
         if key not in ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
     }
+    if "DeepSeek-V4" in drafter.target:  # its features are those of four residual streams
+        transformer["hc_mult"] = 4
     by_kind: dict[str, Raw] = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": dict(DFLASH2)}
     heads = by_kind.get(kind, {"sample_from_anchor": False})
     return {
-        "architectures": ["DFlash2DraftModel" if kind == "dflash2" else f"{drafter.heads.family}Speculator"],
+        "architectures": [f"{drafter.heads.family}DraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": rows,

@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_serve.checkpoint.reader import open_checkpoint, read_config
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
-from tests.support.heads import CONVOLUTION, GATED, HEADS, SELECTOR, SHIFTED, VANILLA
+from tests.support.heads import CONVOLUTION, GATED, HEADS, RNN, SELECTOR, SHIFTED, VANILLA
 from tests.support.tiny import (
     FULL,
     SLIDING,
@@ -219,6 +219,7 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
     ("zlab", {"dflash_config.new_thing": 3}, "unknown key dflash_config.new_thing = 3"),
     ("zlab", {"sample_from_anchors": True}, "did you mean sample_from_anchor?"),
     ("deepspec", {"new_thing": 3}, "unknown key new_thing = 3"),
+    ("zlab", {"num_experts": 8}, "unknown key num_experts = 8"),
     ("modelopt", {"new_thing": 3}, "unknown key new_thing = 3"),
     ("speculators", {"transformer_layer_config.new_thing": 3}, "unknown key transformer_layer_config.new_thing"),
     ("zlab", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "new_thing": 3}}, "rope_parameters.new"),
@@ -251,14 +252,16 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
     ("zlab", {"rope_theta": -1.0}, "rope_theta is -1.0, not a positive number"),
     ("zlab", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not a number"),
     ("zlab", {"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0, not a positive number"),
-    ("zlab", {"partial_rotary_factor": 0.5}, "partial rotary"),
+    ("zlab", {"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "partial rotary"),
+    ("zlab", {"rope_scaling": {"type": "default", "rope_dim": 8}}, "rope_scaling.rope_dim = 8: partial rotary"),
+    ("zlab", {"is_neox_style": False, "rope_is_neox_style": True}, "is True but is_neox_style is False"),
+    ("speculators", {"transformer_layer_config.is_neox_style": "gptj"}, "is_neox_style is 'gptj', not true or false"),
     ("zlab", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta is 500000.0 but rope_theta is"),
     ("zlab", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("zlab", {"has_embed_tokens": True}, "an embedding of its own"),
     ("zlab", {"dflash_config": 3}, "dflash_config is 3, not an object"),
     ("zlab", {"architectures": ["DFlash2DraftModel"]}, "a DFlash2 drafter without conv_group_size, conv_kernel_size"),
     ("zlab", {"architectures": ["MiniMaxDFlash2DraftModel"]}, "a DFlash2 drafter without"),
-    ("zlab", {"architectures": ["Lfm2DSparkDraftModel"]}, "'Lfm2DSparkDraftModel' is not supported"),
     ("zlab", {"architectures": ["KimiK3DSparkModel"]}, "latent attention (MLA)"),
     ("zlab", {"dspark_block_size": 5}, "part of its target's checkpoint"),
     ("zlab", {"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna head"),
@@ -276,7 +279,7 @@ BAD_HEADS: list[tuple[str, Mapping[str, object], Mapping[str, object], str]] = [
     ("deepspec", CONFIDENT, {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', which is not supported"),
     ("deepspec", CONFIDENT, {"markov_rank": -1}, "markov_rank is -1, not a whole number from 0 on"),
     ("deepspec", CONFIDENT, {"markov_rank": 0}, "reads Markov embeddings, but there is no Markov head"),
-    ("deepspec", CONFIDENT, {"confidence_head_with_markov": None}, "without confidence_head_with_markov"),
+    ("deepspec", CONFIDENT, {"confidence_head_with_markov": False}, "proj.weight has shape [1, 38]"),
     ("deepspec", CONFIDENT, {"use_confidence_head": False}, "enable_confidence_head is True but use_confidence_head"),
     ("deepspec", CONFIDENT, {"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes', not true or false"),
     ("deepspec", CONFIDENT, {"target_layer_ids": [-1, 3, 5]}, "target_layer_ids is [-1, 3, 5]"),
@@ -284,6 +287,9 @@ BAD_HEADS: list[tuple[str, Mapping[str, object], Mapping[str, object], str]] = [
     ("deepspec", CONFIDENT, {"block_size": 0}, "block_size is 0, not a whole number from 1 on"),
     ("specforge", CONFIDENT, {"dflash_config.attention_mode": "mla"}, "attention_mode = 'mla'"),
     ("specforge", CONFIDENT, {"dflash_config.new_thing": 1}, "unknown key dflash_config.new_thing"),
+    ("specforge", CONFIDENT, {"dspark_config.new_thing": 1}, "unknown key dspark_config.new_thing"),
+    ("specforge", CONFIDENT, {"dspark_config.markov_rank": 8}, "dspark_config.markov_rank is 8 but dflash_config."),
+    ("zlab", {}, {"dspark_config.markov_rank": 8}, "unknown key dspark_config"),
     ("specforge", CONFIDENT, {"dflash_config.markov_rank": 8}, "proj.weight has shape [1, 38]"),
     ("modelopt", CONFIDENT, {"dflash_config.shift_label": False}, "sample_from_anchor is True but"),
     ("modelopt", {"markov": GATED, **SHIFTED}, {"dflash_config.markov_head_type": "rnn"}, "markov_head.gate_proj"),
@@ -396,6 +402,15 @@ def test_a_speculators_dspark_without_the_key_is_read_by_what_it_says_it_drafts(
     assert (config.slots, config.block_size) == (slots, block)
 
 
+def test_a_reduced_vocabulary_beside_z_labs_keys_brings_both_of_its_maps(tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", "speculators", REDUCED)
+    plain = written(tmp_path / "plain", "zlab", {})
+    (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
+    refused(folder, "maps a reduced draft vocabulary", "add draft_vocab_size")
+    edit_json(folder / "config.json", {"draft_vocab_size": 40})
+    assert problems_of(folder) == []
+
+
 def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:
     """SGLang takes a missing enable_confidence_head as on, speculators as off."""
 
@@ -408,8 +423,9 @@ def test_a_missing_switch_is_settled_by_the_tensors(tmp_path: Path) -> None:
         assert (checkpoint.config.confidence is not None) is expected
 
 
-def test_modelopts_names_for_dspark_are_known(tmp_path: Path) -> None:
-    folder = written(tmp_path / "drafter", "modelopt", CONFIDENT)
+@pytest.mark.parametrize("markov", [VANILLA, GATED, RNN], ids=lambda one: str(one["kind"]))
+def test_modelopts_names_for_dspark_are_known(markov: dict[str, object], tmp_path: Path) -> None:
+    folder = written(tmp_path / "drafter", "modelopt", {**CONFIDENT, "markov": markov})
     tensors = load_file(folder / "model.safetensors")
     renamed = {
         name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): tensor.clone()

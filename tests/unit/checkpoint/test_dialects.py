@@ -9,6 +9,7 @@ import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.reader import DIALECTS, read_config
+from tests.support.heads import HEADS
 from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config
 
 TWO = tiny_drafter_config()
@@ -18,6 +19,29 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, 
 WIDE = AttentionKind(window=9), AttentionKind(window=9, causal=True)
 Keys = dict[str, object]
 SWA: Keys = {"dflash_config.use_swa": True, "dflash_config.swa_window_size": 9}
+CONFIDENT = dict(HEADS["Markov and confidence"])
+QUARTER = {"partial_rotary_factor": 0.25}
+QWEN35: Keys = {
+    **{
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "full_attention_interval": 4,
+    },
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 48, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"},
+    **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, **QUARTER},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        **QUARTER,
+    },
+}
+"""What DeepSpec's drafters of Qwen3.5 copy from their target."""
+QWEN3_MOE: Keys = {
+    **{"decoder_sparse_step": 1, "mlp_only_layers": [0], "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "shared_expert_intermediate_size": 512,
+}
 
 
 def raw(dialect: str, config: DrafterConfig = TWO) -> Keys:
@@ -100,6 +124,70 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         (),
         {},
     ),
+    "and so is how speculators trained": (
+        raw("speculators"),
+        {"has_no_defaults_at_init": False, "transformer_layer_config.flex_attention_backend": "FLASH"},
+        (),
+        {},
+    ),
+    "speculators' class of DSpark": (
+        raw("speculators", tiny_drafter_config(**CONFIDENT)), {"architectures": ["DSparkDraftModel"]}, (), CONFIDENT
+    ),
+    "NeMo Automodel's class": (
+        raw("zlab"),
+        {"architectures": ["Qwen3DFlashDraftModel"], "dflash_config.block_size": 4, "is_causal": False},
+        (),
+        {"block_size": 4, "layers": (FULL, FULL)},
+    ),
+    "NeMo Automodel's class of DFlash2": (
+        raw("zlab", tiny_drafter_config(**HEADS["DFlash2"])),
+        {"architectures": ["Qwen3DFlash2DraftModel"]},
+        (),
+        dict(HEADS["DFlash2"]),
+    ),
+    "a Qwen3.5 target's keys, and its partial rotation, which no trainer applies": (
+        raw("deepspec", tiny_drafter_config(**CONFIDENT)),
+        QWEN35,
+        ("rope_theta", "rope_scaling"),
+        {"rope": {"theta": 1e7}, **CONFIDENT},
+    ),
+    "and those of a target with experts": (raw("deepspec"), QWEN3_MOE, (), {"rope": {"theta": 1e4}}),
+    "a partial rotation inside speculators' own": (
+        raw("speculators"),
+        {"transformer_layer_config.rope_parameters": {"rope_theta": 1e7, **QUARTER}},
+        (),
+        {"rope": {"theta": 1e7}},
+    ),
+    "SGLang's rope_dim supersedes it": (
+        raw("zlab"),
+        {"rope_scaling": {"type": "yarn", **YARN, **QUARTER, "rope_dim": 16}},
+        (),
+        {"rope": {"theta": 1e4, "scaling": "yarn", **YARN}},
+    ),
+    "DSpark's keys in a section of their own": (
+        {**raw("specforge", tiny_drafter_config(**CONFIDENT)), "mask_token_id": 7, "markov_rank": 6},
+        {
+            "dspark_config.markov_rank": 6,
+            "dspark_config.markov_head_type": "vanilla",
+            "dspark_config.target_layer_ids": [0, 2, 4],
+            "dspark_config.enable_confidence_head": True,
+            "dspark_config.confidence_head_with_markov": True,
+            "dflash_config": {"attention_mode": "gqa", "projector_type": "dspark", "mask_token_id": 7},
+        },
+        (),
+        {**CONFIDENT, "target_layer_ids": (0, 2, 4), "mask_token_id": 7},
+    ),
+    "a reduced vocabulary beside z-lab's keys, which vLLM reads": (
+        raw("zlab"), {"draft_vocab_size": 40}, (), {"draft_vocabulary": 40}
+    ),
+    "and the whole one": (raw("specforge", tiny_drafter_config(**CONFIDENT)), {"draft_vocab_size": 96}, (), CONFIDENT),
+    "LiquidAI's drafters, whose confidence head reads Markov embeddings unsaid": (
+        raw("deepspec", tiny_drafter_config(**CONFIDENT)),
+        {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False},
+        ("confidence_head_with_markov",),
+        CONFIDENT,
+    ),
+    "halves are rotated, as ever": (raw("zlab"), {"is_neox_style": True, "rope_is_neox_style": True}, (), {}),
     "a third name of the slot convention, at top level": (
         raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
         {"slots": "anchor-first", "block_size": 5},

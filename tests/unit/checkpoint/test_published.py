@@ -15,13 +15,13 @@ import torch
 
 from dflash_serve.backend import Backend, backend
 from dflash_serve.catalogue import CataloguedDrafter
-from dflash_serve.checkpoint.config import DrafterConfig, Heads, expected_tensors
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, expected_tensors
 from dflash_serve.checkpoint.reader import DIALECTS, parse
 from dflash_serve.errors import Problem
 from dflash_serve.models.drafter import Drafter
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.upstream import Release
-from tests.unit.checkpoint.published import PUBLISHED, Published
+from tests.unit.checkpoint.published import PUBLISHED, SLIDING, Published
 from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 
 TABLE = Path(__file__).with_name("golden") / "published.txt"
@@ -67,6 +67,25 @@ def test_a_model_card_is_met(published: Published) -> None:
     assert shapes == expected_tensors(config)
     assert len(shapes) == (15 if published.attention_bias else 11) * published.layers + 3
     assert 2 * sum(prod(shape) for shape in shapes.values()) / 2**30 == pytest.approx(published.gib, rel=0.02)
+
+
+def test_what_muse_glimmers_files_leave_out_is_what_its_class_fixes() -> None:
+    """meta-models/Muse-Glimmer-30B-assistant; its layers are bidirectional inside the block (transformers, vLLM)."""
+    sizes = {"hidden_size": 6656, "intermediate_size": 19968, "num_attention_heads": 32, "num_key_value_heads": 8}
+    raw: dict[str, object] = {
+        **{"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", **sizes},
+        **{"head_dim": 128, "num_hidden_layers": 5, "layer_types": [SLIDING] * 5, "sliding_window": 2048},
+        **{"attention_dropout": 0, "block_size": 16, "bos_token_id": 200000, "eos_token_id": 200001},
+        **{"hidden_act": "silu", "mask_token_id": 201818, "max_position_embeddings": 131072, "pad_token_id": 200018},
+        **{"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+        **{"target_layer_ids": [1, 13, 25, 37, 49], "dtype": "bfloat16", "transformers_version": "5.15.0.dev0"},
+    }
+    problems: list[Problem] = []
+    config, dialect = parse(raw, Path("config.json"), problems)
+    assert (problems, dialect) == ([], DIALECTS["zlab"])
+    assert config is not None
+    assert config.layers == (AttentionKind(window=2048, causal=False),) * 5
+    assert (config.vocab_size, config.block_size, config.slots) == (202048, 16, "fill-in")
 
 
 @pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)

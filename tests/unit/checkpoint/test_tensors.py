@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import expected_tensors
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.models.loader import load_drafter
-from tests.support.tiny import random_tensors, tiny_drafter_config, write_tiny_drafter
+from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
 
 CONFIG = tiny_drafter_config(attention_bias=True)
 TENSORS = random_tensors(CONFIG)
@@ -46,6 +50,28 @@ def test_fused_projections_are_split(tmp_path: Path) -> None:
         gate_up = [tensors.pop(f"{layer}mlp.{name}_proj.weight") for name in ("gate", "up")]
         tensors[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
     assert same(stored_as(tmp_path, tensors))
+
+
+def turned(tensors: Mapping[str, Tensor], name: str, inputs: Tensor, *, halves: bool) -> Tensor:
+    """Heads after RoPE [heads, 16]: the first of every pair, then the second."""
+    rows = (tensors[f"{name}_proj.weight"] @ inputs + tensors[f"{name}_proj.bias"]).unflatten(0, (-1, 16))
+    rows = F.rms_norm(rows, (16,), tensors[f"{name}_norm.weight"])
+    first, second = (rows.unflatten(-1, (2, -1)) if halves else rows.unflatten(-1, (-1, 2)).mT).unbind(-2)
+    angle = 0.7 * torch.arange(1, 9)
+    return torch.cat([first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()], -1)
+
+
+@pytest.mark.parametrize(("dialect", "key"), [("zlab", ""), ("speculators", "transformer_layer_config.")])
+def test_heads_whose_neighbours_are_turned_are_read_for_rope_that_turns_halves(
+    dialect: str, key: str, tmp_path: Path
+) -> None:
+    folder = stored_as(tmp_path, TENSORS, dialect)
+    edit_json(folder / "config.json", {f"{key}rope_is_neox_style": False})
+    read, inputs = load_tensors(open_checkpoint(folder)), torch.randn(32)
+    for name in ("layers.0.self_attn.q", "layers.1.self_attn.k"):
+        torch.testing.assert_close(turned(read, name, inputs, halves=True), turned(TENSORS, name, inputs, halves=False))
+    others = [name for name in TENSORS if not any(part in name for part in (".q_", ".k_"))]
+    assert all(torch.equal(read[name], TENSORS[name]) for name in others)
 
 
 def test_rotary_buffers_of_old_checkpoints_are_skipped(tmp_path: Path) -> None:
