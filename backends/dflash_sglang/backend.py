@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_serve.backend import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
-from dflash_serve.deployment import Gpu
+from dflash_serve.deployment import GIB, Gpu
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.server_adapter import DRAFT, SECRETS, DraftForm, ServerAdapter
 
@@ -24,6 +24,7 @@ LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
+REPLAY = "enable-linear-replayssm-spec"  # SGLang's flag
 DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
 
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
@@ -232,6 +233,13 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":
             whole = f"whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}"
             yield f"SGLang verifies {whole}: auto changes nothing"
+        deltas = plan.target.recurrent and plan.target.shape.model_type.startswith("qwen3")
+        if plan.block_size is not None and deltas and REPLAY not in plan.in_effect:
+            states = (plan.block_size + 1) * plan.target.state_bytes / plan.deployment.parallel.tensor / GIB
+            yield (
+                f"each request keeps {plan.block_size + 1} recurrent states on a device, {states:.1f} GiB; with "
+                f"engine_args.sglang.{REPLAY} (not tried) it keeps one, and SGLang verifies whole blocks"
+            )
 
 
 def _max_batch_size(plan: SGLangPlan) -> Choice:

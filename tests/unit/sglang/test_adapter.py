@@ -290,6 +290,17 @@ def test_the_users_kernels_and_formats_take_the_place_of_ours(fields: dict[str, 
     assert told.count(f" --{name} ") == told.count(f" --{name} {value} ") == 1
 
 
+@pytest.mark.parametrize(("more", "told"), [({}, True), (given(REPLAY), False), ({"speculation": {"width": 1}}, False)])
+def test_the_states_of_gated_delta_nets_are_told(fields: dict[str, Any], more: dict[str, Any], told: bool) -> None:
+    sizes = {"linear_num_value_heads": 64, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+    edit_json(Path(fields["target"]["model"]) / "config.json", {**RECURRENT, **sizes})
+    if told:
+        more = devices(2, tensor=2)
+    notes = " ".join(BACKEND.preview(deployed(fields, **more), Path("/prepared")).notes)
+    each = 9 * 2 * 64 * 128 * 128 * 4 / 2 / 2**30
+    assert (f"each request keeps 9 recurrent states on a device, {each:.1f} GiB; with engine_args" in notes) == told
+
+
 @pytest.mark.parametrize("gpu", ["h100", "b200"])
 def test_sglang_chooses_the_targets_kernels_by_model(fields: dict[str, Any], gpu: str) -> None:
     told = command(fields, hardware={"gpu": gpu})
