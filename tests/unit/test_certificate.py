@@ -153,7 +153,7 @@ def test_two_certificates_are_compared(
     assert capsys.readouterr().out.splitlines() == [
         "environment.versions.sglang: 0.5.0 before, 0.5.1 now",
         "fixed 8, 1 user: tokens/s -20%",
-        "auto at 1 users: tokens/s -20%",
+        "auto, 1 user: tokens/s -20%",
         "worse",
     ]
     assert call(monkeypatch, "certify", "--compare", new, old) == 0  # faster is not worse
