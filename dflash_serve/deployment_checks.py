@@ -153,6 +153,14 @@ def expert_problems(deployment: Deployment, experts: int, engine: str) -> Iterat
         yield Problem(what, "parallel.expert", "use a divisor")
 
 
+def expert_block_problems(target: TargetLayout, tensor: int, expert: int) -> Iterator[Problem]:
+    """Experts in FP8 whose slices are no whole blocks: SGLang refuses them while it loads (`quantization/fp8.py`)."""
+    blocks, slices = target.expert_blocks, tensor // expert
+    if blocks and blocks % slices:
+        what = f"an expert's {blocks} FP8 blocks cannot be shared evenly by {slices} devices"
+        yield Problem(what, "parallel.tensor", f"set parallel.expert to {tensor}, or use a divisor of {blocks}")
+
+
 def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: int) -> Iterator[Problem]:
     """Heads are split over devices; K/V heads are split, or repeated where there are more devices than heads."""
     shapes = [("target.model", target.attention_heads, 1 if target.latent else target.kv_heads)]

@@ -11,6 +11,7 @@ from dflash_serve.deployment_checks import (
     block_problems,
     check_pairing,
     device_problems,
+    expert_block_problems,
     expert_problems,
     fraction_problems,
     head_problems,
@@ -147,7 +148,10 @@ def _devices(plan: SGLangPlan) -> Iterator[Problem]:
 
 
 def _experts(plan: SGLangPlan) -> Iterator[Problem]:
-    return expert_problems(plan.deployment, plan.target.experts, "SGLang")
+    parallel = plan.deployment.parallel
+    yield from expert_problems(plan.deployment, plan.target.experts, "SGLang")
+    if parallel.expert in (1, parallel.tensor):
+        yield from expert_block_problems(plan.target, parallel.tensor, parallel.expert)
 
 
 def _unsupported(plan: SGLangPlan) -> Iterator[Problem]:

@@ -169,6 +169,7 @@ class TargetLayout:
     latent: bool  # DeepSeek's attention: latent vectors that all heads share instead of keys and values per head
     experts: int  # 0 = dense
     experts_per_token: int  # experts that process one token
+    expert_blocks: int  # blocks with an FP8 scale along the inner size of an expert; 0 = its scales are others
     expert_bytes: int  # bytes of the experts among `weight_bytes`
     active_parameters: int  # parameters that one token is multiplied with, the embedding counted
     native_quantization: str | None
@@ -218,6 +219,7 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
         latent=bool(_size(inner, "kv_lora_rank") or compressed),
         experts=_first(inner, EXPERTS),
         experts_per_token=_first(inner, CHOSEN),
+        expert_blocks=_expert_blocks(inner, recipe),
         expert_bytes=expert_bytes,
         active_parameters=active_parameters,
         native_quantization=native,
@@ -294,6 +296,12 @@ def _bits(inner: Mapping[str, object], recipe: Mapping[str, object], asked: Quan
         attention = BITS["nvfp4" if "nvfp4" in listed[0] else "fp8"]
     of_experts = recipe.get("moe_quant_algo") or ("mxfp4" if inner.get("expert_dtype") == "fp4" else native)
     return inside, attention, BITS.get(str(of_experts).lower(), inside)
+
+
+def _expert_blocks(inner: Mapping[str, object], recipe: Mapping[str, object]) -> int:
+    shape = recipe.get("weight_block_size")
+    size = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+    return _size(inner, "moe_intermediate_size") // size if size > 0 and _first(inner, EXPERTS) else 0
 
 
 def _layers_listed(inner: Mapping[str, object]) -> int:

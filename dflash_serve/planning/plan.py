@@ -317,6 +317,7 @@ def make_plan(question: PlanQuestion) -> Plan:
     predictors: dict[Split, Predictor] = {}
     room: dict[Split, Room] = {}
     notes: dict[str, list[Split]] = defaultdict(list)
+    by_hand: dict[Split, str] = {}
     for split in question.splits():
         if (most := question.most(split)) == 0:
             notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
@@ -328,9 +329,16 @@ def make_plan(question: PlanQuestion) -> Plan:
             notes["Weights leave no room for one request's K/V"].append(split)
             continue
         if why:
-            notes[f"Roofline: {why}"].append(split)
+            by_hand[split] = why
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
         room[split] = Room(*(min(each, most or each) for each in fits))
+    some_measured = len(by_hand) < len(predictors)
+    for split, why in by_hand.items():
+        if some_measured:  # the roofline promises more than tables do, and would often win for that alone
+            notes[f"Left out beside splits that the tables price: {why}"].append(split)
+            del predictors[split], room[split]
+        else:
+            notes[f"Roofline: {why}"].append(split)
     if not predictors:
         if question.most(split) == 0:
             do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"

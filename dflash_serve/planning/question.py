@@ -27,7 +27,13 @@ from dflash_serve.checkpoint.target import (
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment import Deployment, Parallel
-from dflash_serve.deployment_checks import block_problems, check_pairing, head_problems, length_problems
+from dflash_serve.deployment_checks import (
+    block_problems,
+    check_pairing,
+    expert_block_problems,
+    head_problems,
+    length_problems,
+)
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
@@ -178,6 +184,7 @@ class PlanQuestion:
             for tensor in tensors
             for expert in sorted(asked or {1, tensor})
             if expert == 1 or (layout.experts and not layout.experts % expert and not tensor % expert)
+            if asked or not list(expert_block_problems(layout, tensor, expert))
         ]
         if not found and asked:
             what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from dflash_serve.cli.main import app
 from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
-from dflash_serve.planning import step_times
+from dflash_serve.planning import question, step_times
+from dflash_serve.planning.step_times import Pair, Roofline, Specification, Split, StepTimes
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
 from tests.support.planned import hybrid_target
@@ -198,6 +199,30 @@ def test_what_holds_of_several_splits_is_said_once(tmp_path: Path) -> None:
     assert "Weights leave no room for one request's K/V: TP 1; TP 2; TP 2, EP 2." in told["cautions"]
     roofline = [each for each in told["cautions"] if each.startswith("Roofline: ")]
     assert [each.rpartition(": ")[2] for each in roofline] == ["TP 4; TP 4, EP 4."]
+
+
+def test_splits_that_cut_the_blocks_of_fp8_experts_are_no_choice(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    recipe = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # six blocks: 768 rows
+    config = {**TARGETS["Qwen/Qwen3-Coder-30B-A3B-Instruct"], "quantization_config": recipe}
+    (target / "config.json").write_text(json.dumps(config))
+    told = answer(tmp_path / "out", "--target", str(target), *LENGTH, "--gpu", "b200", "--count", "8")
+    assert [*told["requests_that_fit"]] == ["TP 1", "TP 2", "TP 2, EP 2", "TP 4, EP 4", "TP 8, EP 8"]
+
+
+def test_splits_without_prices_of_their_own_are_left_out_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roofline promises more than measured tables do."""
+
+    def priced(pair: Pair, on: Specification, split: Split, *_: object) -> tuple[StepTimes, str | None]:
+        return Roofline(pair, on, split), "no row" if split.tensor == 2 else None
+
+    monkeypatch.setattr(question, "priced", priced)
+    told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", "--count", "4")
+    assert [*told["requests_that_fit"]] == ["TP 1", "TP 4"]
+    assert "Left out beside splits that the tables price: no row: TP 2." in told["cautions"]
 
 
 def test_parallelism_that_no_plan_has_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dflash_sglang import SGLangBackend
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from dflash_sglang.plugin import width_problems
 from tests.support.heads import HEADS
-from tests.support.paper_models import NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.paper_models import FP8, NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
 
 BACKEND = SGLangBackend()
@@ -101,6 +101,15 @@ def test_nvfp4_on_hopper_is_told(fields: dict[str, Any], tmp_path: Path) -> None
     notes = {gpu: " ".join(BACKEND.preview(one, tmp_path).notes) for gpu, one in on.items()}
     assert "h100 has no FP4 arithmetic: NVFP4 weights are unpacked at each use" in notes["h100"]
     assert "FP4" not in notes["b200"]
+
+
+def test_slices_of_fp8_experts_are_whole_blocks(fields: dict[str, Any], tmp_path: Path) -> None:
+    made = write_paper_target(tmp_path / "fp8", experts=16, recipe=FP8, moe_intermediate_size=768)
+    target = {"model": str(made)}
+    found = problems(fields, target=target, **devices(4, tensor=4))
+    assert "an expert's 6 FP8 blocks cannot be shared evenly by 4 devices; set parallel.expert to 4, or use" in found
+    assert problems(fields, target=target, **devices(4, tensor=4, expert=4)) == ""
+    assert problems(fields, target=target, **devices(2, tensor=2)) == ""
 
 
 def test_a_format_that_the_checkpoint_has_not_is_to_be_left_out(fields: dict[str, Any], tmp_path: Path) -> None:
