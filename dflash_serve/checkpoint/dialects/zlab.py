@@ -259,7 +259,6 @@ def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, obj
     if config.has("dspark_config"):
         inner = replace(config.section("dspark_config"), fallback=inner)
         inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
-    inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
     known = {"dspark_config", *(TARGET_KEYS if matches_deepspec(config) else ())}
     return read_fields(config, inner, layers, stored, slots="anchor-first", known=known)
