@@ -129,7 +129,8 @@ def parse(
 
 def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
     # (what, do) for a drafter that is recognised by its architecture, projector type or keys, and is not supported.
-    if any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")):
+    bundled = any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids"))
+    if bundled and not any("DSpark" in name for name in config.architectures):  # NVIDIA's drafters have such keys, too
         what = (
             "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
         )

@@ -75,6 +75,30 @@ MUSE_GLIMMER: Raw = {
 """What transformers fixes in its class, such as the vocabulary, is not in the file."""
 
 
+NEMOTRON_DSPARK: Raw = {
+    **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 8},
+    **{"hidden_size": 2688, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 2},
+    **{"num_hidden_layers": 6, "head_dim": 128, "layer_types": [SLIDING] * 6, "sliding_window": 1024},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_parameters": None, "rope_theta": 10000, "vocab_size": 131072},
+    **{"max_position_embeddings": 1048576, "dtype": "bfloat16", "use_cache": False, "transformers_version": "5.5.3"},
+    **{
+        "markov_head_type": "vanilla",
+        "markov_rank": 512,
+        "dspark_fixup_head_type": "markov",
+        "dspark_markov_rank": 512,
+    },
+    **{"mask_token_id": 990, "pard_token": 990, "draft_vocab_size": None, "attention_sink_bias": True},
+    **{"sample_from_anchor": False, "dspark_bonus_anchor": True, "dflash_query_causal": True},
+    **{"eagle_aux_hidden_state_layer_ids": [2, 6, 20, 30, 42, 52], "target_layer_ids": [1, 5, 19, 29, 41, 51]},
+    **{"num_aux_layers": 6, "has_embed_tokens": True, "has_lm_head": False, "train_embed_tokens": False},
+    "dflash_config": {
+        **{"attention_sink_bias": True, "causal": True, "mask_token_id": 990, "swa_window_size": 1024},
+        **{"target_layer_ids": [1, 5, 19, 29, 41, 51], "use_swa": True, "sample_from_anchor": False},
+    },
+}
+"""NVIDIA-Nemotron-3.5-Lightning's, without its quantisation."""
+
+
 def config_json(drafter: CataloguedDrafter) -> Raw:
     """Its config.json."""
     owner, _, name = drafter.repository.rpartition("/")
@@ -82,6 +106,8 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
         return BY_NAME[name].config_json()
     if owner == "meta-models":
         return MUSE_GLIMMER
+    if "Nemotron" in name:
+        return NEMOTRON_DSPARK
     plain = _plain(drafter)
     if "Domino" in name:
         inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}
