@@ -21,7 +21,7 @@ DATA = Path(__file__).with_name("assets") / "drafters.json"
 AUTO = "auto"  # Name of a drafter that stands for the best published one for the target and the backend
 RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
 """Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""
-RESTRICTED = ("-NC", "-ND")  # Marks of licences that restrict who may serve
+RESTRICTED = ("-NC", "-ND", "non-commercial")  # Marks of licences that restrict who may serve
 
 
 class PublishedAcceptance(Frozen):

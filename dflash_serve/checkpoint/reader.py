@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from dflash_serve.checkpoint.formats import Format, Weight
 
 DIALECTS: Mapping[str, Dialect] = {
-    one.name: one for one in (speculators.DIALECT, zlab.DEEPSPEC, zlab.MODELOPT, zlab.SPECFORGE, zlab.DIALECT)
+    one.name: one for one in (speculators.DIALECT, zlab.MODELOPT, zlab.DEEPSPEC, zlab.SPECFORGE, zlab.DIALECT)
 }
-"""Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys."""
+"""Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys, under any architecture."""
 LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
 """Parts of architecture names: DSpark heads on a backbone with latent attention."""
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
@@ -129,14 +129,15 @@ def parse(
 
 def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
     # (what, do) for a drafter that is recognised by its architecture, projector type or keys, and is not supported.
-    if any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids")):
+    bundled = any(config.has(key) for key in ("dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids"))
+    if bundled and not any("DSpark" in name for name in config.architectures):  # NVIDIA's drafters have such keys, too
         what = (
             "the drafter is part of its target's checkpoint (dspark_* keys, mtp.* tensors), which is not supported yet"
         )
         return what, "serve it by the engine itself, or use a drafter of its own"
     kinds = (config.given(key, str) or "" for key in ("projector_type", "speculators_model_type"))
     named = " ".join([*config.architectures, *kinds]).lower()
-    if any(name.lower() in named for name in LATENT):
+    if config.given("attention_mode", str) == "mla" or any(name.lower() in named for name in LATENT):
         what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
         return what, PLAIN_DRAFTER
     for head in (*HEADS_BY_TENSOR, "xPress", "DFlare"):

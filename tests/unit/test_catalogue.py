@@ -80,10 +80,11 @@ def test_what_auto_took_is_said_with_its_revision_or_that_it_has_none() -> None:
 
 def test_auto_never_takes_a_restricted_licence_nor_what_nothing_runs() -> None:
     assert drafters_of("zai-org/GLM-5.3-Flash")[0].is_restricted
+    assert [one.is_restricted for one in drafters_of("MiniMaxAI/MiniMax-M2.7")] == [True]
     best = best_drafter("zai-org/GLM-5.3-Flash", lambda _: True)
     assert best is not None
-    assert best.repository == "RedHatAI/GLM-5.3-Flash-speculator.dspark-preview"
-    assert best_drafter("google/gemma-4-12B-it", lambda _: True) is None
+    assert best.repository == "RedHatAI/GLM-5.3-Flash-speculator.dspark"
+    assert best_drafter("deepseek-ai/DeepSeek-V4-Flash", lambda _: True) is None
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def inexpressible(what: str, dialect: str) -> UserError:
 
 def refuse_other_attention(config: ConfigSection) -> None:
     """Adds problems for attention that is not supported."""
+    config.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported", PLAIN_DRAFTER)
     config.refuse("attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("add_swa_attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("attention_value_scale", (1,), "scaled attention values are not supported yet", PLAIN_DRAFTER)

@@ -32,6 +32,7 @@ from dataclasses import replace
 
 from dflash_serve.checkpoint.config import (
     MASK_EMBEDDING,
+    PLAIN_DRAFTER,
     SLIDING,
     AttentionKind,
     DrafterConfig,
@@ -259,7 +260,6 @@ def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, obj
     if config.has("dspark_config"):
         inner = replace(config.section("dspark_config"), fallback=inner)
         inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
-    inner.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported")
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
     known = {"dspark_config", *(TARGET_KEYS if matches_deepspec(config) else ())}
     return read_fields(config, inner, layers, stored, slots="anchor-first", known=known)
@@ -286,6 +286,14 @@ SPECFORGE = Dialect("specforge", matches_specforge, read_dspark, write_specforge
 
 MODELOPT_NAME = "modelopt"
 MODELOPT_KEYS = {"causal", "use_swa", "swa_window_size"}
+SECOND_NAMES = {"causal": "dflash_query_causal", "mask_token_id": "pard_token", "markov_rank": "dspark_markov_rank"}
+"""Keys of ModelOpt -> their second names in NVIDIA's Nemotron drafters, which must agree."""
+NEMOTRON_KEYS = {
+    *SECOND_NAMES.values(),
+    *("dspark_bonus_anchor", "dspark_fixup_head_type", "eagle_aux_hidden_state_layer_ids", "num_aux_layers"),
+    "train_embed_tokens",
+}
+"""Keys that repeat others in NVIDIA's Nemotron drafters (the layer ids are those of `target_layer_ids` + 1)."""
 
 
 def matches_modelopt(config: ConfigSection) -> bool:
@@ -300,8 +308,11 @@ def read_modelopt(config: ConfigSection, stored: Collection[str]) -> dict[str, o
     dflash.only(MODELOPT_KEYS | KEYS | REFUSABLE | HARMLESS, UNKNOWN)
     if dflash.given("projector_type", str) == "dspark" and not any(map(dflash.has, SLOT_KEYS)):
         dflash.note("a DSpark head without shift_label", "add what it was trained with: true = anchor-first slots")
+    for key, second in SECOND_NAMES.items():
+        dflash.either(key, second, bool if key == "causal" else int)
+    config.refuse("dspark_fixup_head_type", ("markov",), "only a Markov head is supported", PLAIN_DRAFTER)
     layers = make_kinds(_modelopt_windows(config, dflash), dflash.either("causal", "is_causal", bool))
-    return read_fields(config, dflash, layers, stored)
+    return read_fields(config, dflash, layers, stored, known=NEMOTRON_KEYS)
 
 
 def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int | None, ...]:

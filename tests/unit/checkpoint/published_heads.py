@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_serve.catalogue import CataloguedDrafter, catalogue
-from tests.unit.checkpoint.published import PUBLISHED, QWEN3, QWEN35, SLIDING, Published
+from tests.unit.checkpoint.published import KIMI, PUBLISHED, QWEN3, QWEN35, SLIDING, Published
 
 Raw = dict[str, object]
+MINIMAX = (200063, 200064)
 BY_NAME = {row.name: row for row in PUBLISHED}
 MARKOV = {"markov_rank": 256, "markov_head_type": "vanilla"}
 CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 
@@ -45,8 +47,56 @@ TARGETS = {
     "zai-org/GLM-5.3-Flash": TargetSizes(4096, 10944, (32, 8), 46, (151330, 151552)),
     "deepseek-ai/DeepSeek-V4-Flash": TargetSizes(4096, 12288, (64, 8), 43, (128815, 129280)),
     "meta-llama/Llama-3.2-1B-Instruct": TargetSizes(2048, 8192, (32, 8), 16, (128002, 128256)),
+    "Qwen/Qwen3.5-397B-A17B": TargetSizes(4096, 12288, (32, 8), 60, QWEN35),
+    "MiniMaxAI/MiniMax-M2.7": TargetSizes(3072, 9216, (48, 8), 62, MINIMAX),
+    "MiniMaxAI/MiniMax-M3": TargetSizes(6144, 12288, (32, 8), 60, MINIMAX),
+    "moonshotai/Kimi-K2.6": TargetSizes(7168, 18432, (56, 8), 61, KIMI),
+    "moonshotai/Kimi-K3": TargetSizes(7168, 14336, (64, 16), 93, KIMI),
+    "moonshotai/Kimi-K3.1-Pro": TargetSizes(7168, 14336, (64, 16), 93, KIMI),
+    "meta-models/Muse-Glimmer-30B": TargetSizes(6656, 19968, (32, 8), 52, (201818, 202048)),
+    "zai-org/GLM-5.3": TargetSizes(6144, 12288, (64, 64), 78, (154856, 154880)),
+    "LiquidAI/LFM2.5-1.2B-Instruct": TargetSizes(2048, 6144, (32, 8), 16, (16, 65536)),
+    "LiquidAI/LFM2.5-2.6B": TargetSizes(2048, 6144, (32, 8), 30, (16, 128000)),
+    "LiquidAI/LFM2.5-8B-A1B": TargetSizes(2048, 6144, (32, 8), 24, (16, 128000)),
+    "LiquidAI/LFM2.5-24B-A2B": TargetSizes(2048, 6144, (32, 8), 40, (16, 128000)),
     "smollm2": TargetSizes(576, 1536, (9, 3), 30, (16, 49152)),
 }
+
+
+MUSE_GLIMMER: Raw = {
+    **{"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "hidden_size": 6656},
+    **{"intermediate_size": 19968, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"num_hidden_layers": 5, "layer_types": [SLIDING] * 5, "sliding_window": 2048, "hidden_act": "silu"},
+    **{"attention_dropout": 0, "block_size": 16, "bos_token_id": 200000, "eos_token_id": 200001},
+    **{"mask_token_id": 201818, "max_position_embeddings": 131072, "pad_token_id": 200018, "rms_norm_eps": 1e-5},
+    **{"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype": "bfloat16"},
+    **{"target_layer_ids": [1, 13, 25, 37, 49], "transformers_version": "5.15.0.dev0"},
+}
+"""What transformers fixes in its class, such as the vocabulary, is not in the file."""
+
+
+NEMOTRON_DSPARK: Raw = {
+    **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 8},
+    **{"hidden_size": 2688, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 2},
+    **{"num_hidden_layers": 6, "head_dim": 128, "layer_types": [SLIDING] * 6, "sliding_window": 1024},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_parameters": None, "rope_theta": 10000, "vocab_size": 131072},
+    **{"max_position_embeddings": 1048576, "dtype": "bfloat16", "use_cache": False, "transformers_version": "5.5.3"},
+    **{
+        "markov_head_type": "vanilla",
+        "markov_rank": 512,
+        "dspark_fixup_head_type": "markov",
+        "dspark_markov_rank": 512,
+    },
+    **{"mask_token_id": 990, "pard_token": 990, "draft_vocab_size": None, "attention_sink_bias": True},
+    **{"sample_from_anchor": False, "dspark_bonus_anchor": True, "dflash_query_causal": True},
+    **{"eagle_aux_hidden_state_layer_ids": [2, 6, 20, 30, 42, 52], "target_layer_ids": [1, 5, 19, 29, 41, 51]},
+    **{"num_aux_layers": 6, "has_embed_tokens": True, "has_lm_head": False, "train_embed_tokens": False},
+    "dflash_config": {
+        **{"attention_sink_bias": True, "causal": True, "mask_token_id": 990, "swa_window_size": 1024},
+        **{"target_layer_ids": [1, 5, 19, 29, 41, 51], "use_swa": True, "sample_from_anchor": False},
+    },
+}
+"""NVIDIA-Nemotron-3.5-Lightning's, without its quantisation."""
 
 
 def config_json(drafter: CataloguedDrafter) -> Raw:
@@ -54,21 +104,29 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
     owner, _, name = drafter.repository.rpartition("/")
     if name in BY_NAME:
         return BY_NAME[name].config_json()
+    if owner == "meta-models":
+        return MUSE_GLIMMER
+    if "Nemotron" in name:
+        return NEMOTRON_DSPARK
     plain = _plain(drafter)
     if "Domino" in name:
         inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}
         return {**plain, "dflash_config": {**_section(plain), **inner}}
-    if owner == "deepseek-ai":
+    if owner in ("deepseek-ai", "LiquidAI", "Inferact"):
         return _deepspec(drafter, plain)
-    if "speculator." in name:
+    if "speculator." in name or owner == "novita":
         return _speculators(drafter, plain)
+    if owner == "nvidia":
+        return _modelopt(drafter, plain)
     if drafter.heads.family == "DSpark":  # SpecForge's form
         inner = {**_section(plain), **MARKOV, **CONFIDENCE, "projector_type": "dspark", "attention_mode": "gqa"}
         return {**plain, "architectures": ["DSparkDraftModel"], "block_size": 7, "dflash_config": inner}
     if drafter.heads.family == "DFlash2":
-        inner = {**_section(plain), **DFLASH2, "block_size": 8}
-        sliding = {"layer_types": [SLIDING] * 5, "sliding_window": 2048, "use_sliding_window": True}
-        return {**plain, **sliding, "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": inner}
+        inner = {**_section(plain), **DFLASH2, "block_size": drafter.block_size}
+        latent = {**LATENT} if owner == "lightseekorg" else {}
+        inner |= {"attention_mode": "mla"} if latent else {}
+        sliding = {"layer_types": [SLIDING] * 5, "sliding_window": 2048, "use_sliding_window": True, "is_causal": False}
+        return {**plain, **sliding, **latent, "architectures": ["DFlash2DraftModel"], "dflash_config": inner}
     return plain
 
 
@@ -89,13 +147,29 @@ def _section(raw: Raw) -> Raw:
 
 
 def _deepspec(drafter: CataloguedDrafter, plain: Raw) -> Raw:
-    """DeepSpec's: everything at top level, block 7, no key for the slots."""
+    """DeepSpec's: everything at top level, no key for the slots."""
+    owner = drafter.repository.partition("/")[0]
     gemma = "gemma" in drafter.repository
     heads = {**MARKOV, **CONFIDENCE} if drafter.heads.family == "DSpark" else {"markov_rank": 0}
     inner = _section(plain)
     outer = {key: value for key, value in plain.items() if key != "dflash_config"}
-    named = ["Gemma4DSparkModel" if gemma else "Qwen3DSparkModel"]
-    return {**outer, **inner, **heads, "architectures": named, "block_size": 7, "num_anchors": 512}
+    named = {"LiquidAI": "Lfm2DSparkDraftModel", "Inferact": "K3DSparkModel"}.get(owner, "Qwen3DSparkModel")
+    named = "Gemma4DSparkModel" if gemma else named
+    more = {"rope_is_neox_style": False} if owner == "LiquidAI" else LATENT if owner == "Inferact" else {}
+    own = {"architectures": [named], "block_size": drafter.block_size - 1, "num_anchors": 512}
+    return {**outer, **inner, **heads, **more, **own}
+
+
+def _modelopt(drafter: CataloguedDrafter, plain: Raw) -> Raw:
+    """ModelOpt's, with the architecture that NVIDIA's DSpark drafters name."""
+    inner = {**_section(plain), "use_swa": True, "swa_window_size": 1024, "causal": False}
+    if drafter.heads.family != "DSpark":
+        return {**plain, "dflash_config": inner}
+    rows = drafter.block_size - 1
+    inner |= {**MARKOV, "use_confidence_head": True, "projector_type": "dspark", "shift_label": True}
+    inner["block_size"] = rows
+    sliding = {"layer_types": [SLIDING] * 5, "sliding_window": 1024, "use_sliding_window": True}
+    return {**plain, **sliding, "architectures": ["Qwen3DSparkModel"], "block_size": rows, "dflash_config": inner}
 
 
 def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:

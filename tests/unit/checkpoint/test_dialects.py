@@ -187,6 +187,9 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         ("confidence_head_with_markov",),
         CONFIDENT,
     ),
+    "NVIDIA's DSpark drafters: ModelOpt's keys under DeepSpec's architecture": (
+        raw("modelopt", tiny_drafter_config(**CONFIDENT)), {"architectures": ["Qwen3DSparkModel"]}, (), CONFIDENT,
+    ),
     "halves are rotated, as ever": (raw("zlab"), {"is_neox_style": True, "rope_is_neox_style": True}, (), {}),
     "a third name of the slot convention, at top level": (
         raw("zlab"), {"query_zero_predicts_next": True}, ("sample_from_anchor",),
