@@ -39,6 +39,9 @@ NOT_TRIMMED = {
     *("attention-backend", "attention-config", "compilation-config", "enforce-eager", "optimization-level"),
 }
 """Arguments beside which vLLM's adaptive verification does not run, or may not."""
+UNIFORM_ATTENTION = ("Llama4", "MiniMaxM3")
+"""Beginnings of the architectures whose attention has no CUDA graphs for queries of any lengths: Llama 4's chunks
+(layers/attention/chunked_local_attention.py) and MiniMax-M3's chosen blocks (models/minimax_m3/common)."""
 GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
@@ -70,6 +73,10 @@ class VLLMPlan(LaunchPlan):
             (self.v1_runner, f"vLLM's V1 model runner lacks {theirs}"),
             (self.target.recurrent, f"{theirs} does not cover recurrent layers (GDN, Mamba)"),
             (self.target.latent, f"{theirs} does not cover all kernels of latent attention (MLA)"),
+            (
+                self.target.architecture.startswith(UNIFORM_ATTENTION),
+                f"{theirs} does not cover the attention of {self.target.architecture}",
+            ),
             (not compute, f"{theirs} does not run on all GPUs, and which one serves is not known (hardware.gpu)"),
             (compute // 10 not in (9, 10), f"{theirs} needs SM90 or SM100, this is SM{compute}"),
             (given_cost() is not None, "the costs that were given are of whole blocks"),

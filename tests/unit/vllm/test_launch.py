@@ -242,6 +242,8 @@ LATENT: dict[str, object] = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
         ({"engine_args__vllm": {"enable_lora": False, "enforce-eager": False}}, {}, None),
         ({}, {"layer_types": ["linear_attention", "full_attention"] * 4}, "recurrent layers"),
         ({}, LATENT, "latent attention"),
+        ({}, {"architectures": ["Llama4ForConditionalGeneration"]}, "attention of Llama4"),
+        ({}, {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}, "attention of MiniMaxM3"),
     ],
 )
 def test_auto_lets_vllm_trim_drafted_blocks_where_it_can_and_says_who_decides(
