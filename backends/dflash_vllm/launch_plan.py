@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
 Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
-ROWS = 8192  # vLLM's default of max_num_batched_tokens on an H100
-DEFAULT_REQUESTS = 256  # vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number
+ROWS, ROWS_OF_A_LARGE_GPU, LARGE_GPU = 8192, 16384, 160 * GIB
+"""vLLM's defaults of max_num_batched_tokens, and the memory from which on it takes the second (engine/arg_utils.py)."""
+DEFAULT_REQUESTS = 256  # tables of widths need a number; vLLM's own 1024 blocks would be more rows than a step has
 OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
@@ -51,7 +52,7 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def max_batch_size(self) -> int:
-        """Requests at once: vLLM's own default on smaller GPUs where the deployment leaves it open."""
+        """Requests at once: a number of ours where the deployment leaves it open."""
         return self.requests_of_a_copy or DEFAULT_REQUESTS
 
     @property
@@ -182,7 +183,8 @@ class VLLMPlan(LaunchPlan):
     @property
     def rows(self) -> int:
         """Rows of one step of the target; grown where a full batch of blocks needs more."""
-        return self.deployment.limits.max_num_tokens or max(ROWS, self.block_rows)
+        own = ROWS if self.gpu is None or self.gpu.memory < LARGE_GPU else ROWS_OF_A_LARGE_GPU
+        return self.deployment.limits.max_num_tokens or max(own, self.block_rows)
 
     @property
     def block_rows(self) -> int:

@@ -299,6 +299,20 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     assert "secret-" not in str(logs.redact_sensitive_args(vars(parsed)))
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_step_has_as_many_rows_as_vllm_would_choose(
+    gpu: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = import_module("vllm.engine.arg_utils")
+    platform = Mock(is_cpu=lambda: False, is_tpu=lambda: False, is_device_capability=lambda _: False)
+    platform.get_device_total_memory.return_value = GPUS[gpu].memory
+    platform.get_device_name.return_value = f"NVIDIA {gpu}"
+    monkeypatch.setattr(arguments, "current_platform", platform)
+    server = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    rows = arguments.AsyncEngineArgs.get_batch_defaults(1)[0][server]
+    assert VLLMBackend().resolve(deployment(models, hardware={"gpu": gpu})).rows == rows
+
+
 def test_where_vllm_cannot_trim_blocks_its_attention_has_no_graph_for_queries_of_any_lengths() -> None:
     """Adaptive verification beside such attention ends vLLM's start, after the weights were loaded."""
     local = import_module("vllm.model_executor.layers.attention.chunked_local_attention")

@@ -282,6 +282,14 @@ def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any]) -> None:
     assert (found["--max-num-scheduled-tokens"], found["--max-num-batched-tokens"]) == ("512", str(512 + 16 * 7))
 
 
+@pytest.mark.parametrize(("gpu", "batch", "rows"), [("h200", 256, 8192), ("b200", 256, 16384), ("b200", 4096, 32768)])
+def test_a_step_has_as_many_rows_as_vllm_gives_it_on_that_gpu(
+    gpu: str, batch: int, rows: int, fields: dict[str, Any]
+) -> None:
+    found = flags(fields, hardware__gpu=gpu, limits__max_batch_size=batch)
+    assert found["--max-num-scheduled-tokens"] == str(rows)
+
+
 def test_a_cpu_computes_in_float32_and_in_turns(fields: dict[str, Any]) -> None:
     found = flags(fields, hardware__gpu="none")
     assert (found["--dtype"], found["--enforce-eager"]) == ("float32", "")
