@@ -182,9 +182,13 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def rows(self) -> int:
-        """Rows of one step of the target; grown where a full batch of blocks needs more."""
+        """Rows of one step of the target; more where a full batch of blocks, or a prompt in one piece, needs them."""
+        limits = self.deployment.limits
         own = ROWS if self.gpu is None or self.gpu.memory < LARGE_GPU else ROWS_OF_A_LARGE_GPU
-        return self.deployment.limits.max_num_tokens or max(own, self.block_rows)
+        given = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
+        if given.get("enable-chunked-prefill") is False or given.get("no-enable-chunked-prefill") is True:
+            own = max(own, limits.max_model_len or self.target.shape.max_position_embeddings or 0)
+        return limits.max_num_tokens or max(own, self.block_rows)
 
     @property
     def block_rows(self) -> int:

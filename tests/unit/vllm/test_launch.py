@@ -290,6 +290,21 @@ def test_a_step_has_as_many_rows_as_vllm_gives_it_on_that_gpu(
     assert found["--max-num-scheduled-tokens"] == str(rows)
 
 
+@pytest.mark.parametrize("off", [{"enable-chunked-prefill": False}, {"no_enable_chunked_prefill": True}])
+def test_a_prompt_that_is_not_to_be_cut_fits_into_one_step(
+    off: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Else vLLM refuses to start: its own number of rows is never below max_model_len then."""
+    target, drafter = (
+        write(tmp_path / write.__name__, max_position_embeddings=40960)
+        for write in (write_paper_target, write_paper_drafter)
+    )
+    fields |= {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+    assert flags(fields, engine_args__vllm=off)["--max-num-scheduled-tokens"] == "40960"
+    assert flags(fields, engine_args__vllm=off, limits__max_model_len=1024)["--max-num-scheduled-tokens"] == "8192"
+    assert flags(fields, engine_args__vllm={"enable-chunked-prefill": True})["--max-num-scheduled-tokens"] == "8192"
+
+
 def test_a_cpu_computes_in_float32_and_in_turns(fields: dict[str, Any]) -> None:
     found = flags(fields, hardware__gpu="none")
     assert (found["--dtype"], found["--enforce-eager"]) == ("float32", "")
