@@ -16,7 +16,7 @@ from .checks import captures, problems
 from .drafter_rules import UNTRIED, dialect_of, head_problems, method_of
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import FACTS, GUESSED_COSTS, REAL_OFF, RELEASES
-from .launch_plan import ROWS, VLLMPlan, every_width
+from .launch_plan import VLLMPlan, every_width
 
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
@@ -218,7 +218,7 @@ class VLLMBackend(ServerAdapter[VLLMPlan]):
 
 def _max_batch_size(plan: VLLMPlan) -> Choice:
     if plan.drafter is not None:
-        why = "vLLM's own default on all but the largest GPUs"
+        why = "each has a whole block of rows in a step; vLLM's own number on large GPUs is 1024"
         return Choice("limits.max_batch_size", f"{plan.max_batch_size}", why)
     return Choice("limits.max_batch_size", "vLLM's choice", "by the GPU's memory; vLLM logs it")
 
@@ -226,7 +226,8 @@ def _max_batch_size(plan: VLLMPlan) -> Choice:
 def _speculation_choices(plan: VLLMPlan) -> Iterator[Choice]:
     limits, speculation = plan.deployment.limits, plan.deployment.speculation
     if limits.max_num_tokens is None:
-        why = "vLLM's own number for large GPUs" if plan.rows == ROWS else "a full batch of blocks"
+        own = f"vLLM's own number on {plan.gpu.name if plan.gpu else 'h100'}"
+        why = own if plan.rows > plan.block_rows else "a full batch of blocks"
         yield Choice("limits.max_num_tokens", f"{plan.rows}", why)
     if speculation.block_size is None:
         yield Choice("speculation.block_size", f"{plan.block_size}", "the drafter's own")

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
 Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
-ROWS = 8192  # vLLM's default of max_num_batched_tokens on an H100
-DEFAULT_REQUESTS = 256  # vLLM's default of max_num_seqs but on the largest GPUs; tables of widths need a number
+ROWS, ROWS_OF_A_LARGE_GPU, LARGE_GPU = 8192, 16384, 160 * GIB
+"""vLLM's defaults of max_num_batched_tokens, and the memory from which on it takes the second (engine/arg_utils.py)."""
+DEFAULT_REQUESTS = 256  # tables of widths need a number; vLLM's own 1024 blocks would be more rows than a step has
 OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
 KNEE, KNEE_OF_A_CPU = 256, 8
 """Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
@@ -39,6 +40,9 @@ NOT_TRIMMED = {
     *("attention-backend", "attention-config", "compilation-config", "enforce-eager", "optimization-level"),
 }
 """Arguments beside which vLLM's adaptive verification does not run, or may not."""
+UNIFORM_ATTENTION = ("Llama4", "MiniMaxM3")
+"""Beginnings of the architectures whose attention has no CUDA graphs for queries of any lengths: Llama 4's chunks
+(layers/attention/chunked_local_attention.py) and MiniMax-M3's chosen blocks (models/minimax_m3/common)."""
 GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
@@ -48,7 +52,7 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def max_batch_size(self) -> int:
-        """Requests at once: vLLM's own default on smaller GPUs where the deployment leaves it open."""
+        """Requests at once: a number of ours where the deployment leaves it open."""
         return self.requests_of_a_copy or DEFAULT_REQUESTS
 
     @property
@@ -70,6 +74,10 @@ class VLLMPlan(LaunchPlan):
             (self.v1_runner, f"vLLM's V1 model runner lacks {theirs}"),
             (self.target.recurrent, f"{theirs} does not cover recurrent layers (GDN, Mamba)"),
             (self.target.latent, f"{theirs} does not cover all kernels of latent attention (MLA)"),
+            (
+                self.target.architecture.startswith(UNIFORM_ATTENTION),
+                f"{theirs} does not cover the attention of {self.target.architecture}",
+            ),
             (not compute, f"{theirs} does not run on all GPUs, and which one serves is not known (hardware.gpu)"),
             (compute // 10 not in (9, 10), f"{theirs} needs SM90 or SM100, this is SM{compute}"),
             (given_cost() is not None, "the costs that were given are of whole blocks"),
@@ -174,8 +182,13 @@ class VLLMPlan(LaunchPlan):
 
     @property
     def rows(self) -> int:
-        """Rows of one step of the target; grown where a full batch of blocks needs more."""
-        return self.deployment.limits.max_num_tokens or max(ROWS, self.block_rows)
+        """Rows of one step of the target; more where a full batch of blocks, or a prompt in one piece, needs them."""
+        limits = self.deployment.limits
+        own = ROWS if self.gpu is None or self.gpu.memory < LARGE_GPU else ROWS_OF_A_LARGE_GPU
+        given = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
+        if given.get("enable-chunked-prefill") is False or given.get("no-enable-chunked-prefill") is True:
+            own = max(own, limits.max_model_len or self.target.shape.max_position_embeddings or 0)
+        return limits.max_num_tokens or max(own, self.block_rows)
 
     @property
     def block_rows(self) -> int:

@@ -23,6 +23,7 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.backend import LAUNCHER
 from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
 from dflash_vllm.facts import RELEASES
+from dflash_vllm.launch_plan import UNIFORM_ATTENTION
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
@@ -296,3 +297,34 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
     assert "secret-" not in str(logs.redact_sensitive_args(vars(parsed)))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_step_has_as_many_rows_as_vllm_would_choose(
+    gpu: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = import_module("vllm.engine.arg_utils")
+    platform = Mock(is_cpu=lambda: False, is_tpu=lambda: False, is_device_capability=lambda _: False)
+    platform.get_device_total_memory.return_value = GPUS[gpu].memory
+    platform.get_device_name.return_value = f"NVIDIA {gpu}"
+    monkeypatch.setattr(arguments, "current_platform", platform)
+    server = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    rows = arguments.AsyncEngineArgs.get_batch_defaults(1)[0][server]
+    assert VLLMBackend().resolve(deployment(models, hardware={"gpu": gpu})).rows == rows
+
+
+def test_where_vllm_cannot_trim_blocks_its_attention_has_no_graph_for_queries_of_any_lengths() -> None:
+    """Adaptive verification beside such attention ends vLLM's start, after the weights were loaded."""
+    local = import_module("vllm.model_executor.layers.attention.chunked_local_attention")
+    triton = import_module("vllm.v1.attention.backends.triton_attn").TritonAttentionBackend
+    chunks = local.create_chunked_local_attention_backend(triton, 8192)
+    support = [one.get_builder_cls().get_cudagraph_support(None, None).name for one in (triton, chunks)]
+    assert support == ["ALWAYS", "NEVER"]
+    package = find_spec("vllm")
+    assert package is not None
+    assert package.origin is not None
+    sparse = (Path(package.origin).parent / "models/minimax_m3/common/sparse_attention.py").read_text()
+    assert "_cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH" in sparse
+    assert "get_varlen_cudagraph_max_query_len" not in sparse
+    named = import_module("vllm").ModelRegistry.models
+    assert all(any(name.startswith(prefix) for name in named) for prefix in UNIFORM_ATTENTION)

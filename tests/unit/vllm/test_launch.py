@@ -242,6 +242,8 @@ LATENT: dict[str, object] = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
         ({"engine_args__vllm": {"enable_lora": False, "enforce-eager": False}}, {}, None),
         ({}, {"layer_types": ["linear_attention", "full_attention"] * 4}, "recurrent layers"),
         ({}, LATENT, "latent attention"),
+        ({}, {"architectures": ["Llama4ForConditionalGeneration"]}, "attention of Llama4"),
+        ({}, {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}, "attention of MiniMaxM3"),
     ],
 )
 def test_auto_lets_vllm_trim_drafted_blocks_where_it_can_and_says_who_decides(
@@ -278,6 +280,29 @@ def test_a_number_of_requests_is_that_of_all_copies_together(fields: dict[str, A
 def test_drafted_slots_have_rows_of_their_own(fields: dict[str, Any]) -> None:
     found = flags(fields, limits__max_num_tokens=512, limits__max_batch_size=16)
     assert (found["--max-num-scheduled-tokens"], found["--max-num-batched-tokens"]) == ("512", str(512 + 16 * 7))
+
+
+@pytest.mark.parametrize(("gpu", "batch", "rows"), [("h200", 256, 8192), ("b200", 256, 16384), ("b200", 4096, 32768)])
+def test_a_step_has_as_many_rows_as_vllm_gives_it_on_that_gpu(
+    gpu: str, batch: int, rows: int, fields: dict[str, Any]
+) -> None:
+    found = flags(fields, hardware__gpu=gpu, limits__max_batch_size=batch)
+    assert found["--max-num-scheduled-tokens"] == str(rows)
+
+
+@pytest.mark.parametrize("off", [{"enable-chunked-prefill": False}, {"no_enable_chunked_prefill": True}])
+def test_a_prompt_that_is_not_to_be_cut_fits_into_one_step(
+    off: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """Else vLLM refuses to start: its own number of rows is never below max_model_len then."""
+    target, drafter = (
+        write(tmp_path / write.__name__, max_position_embeddings=40960)
+        for write in (write_paper_target, write_paper_drafter)
+    )
+    fields |= {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+    assert flags(fields, engine_args__vllm=off)["--max-num-scheduled-tokens"] == "40960"
+    assert flags(fields, engine_args__vllm=off, limits__max_model_len=1024)["--max-num-scheduled-tokens"] == "8192"
+    assert flags(fields, engine_args__vllm={"enable-chunked-prefill": True})["--max-num-scheduled-tokens"] == "8192"
 
 
 def test_a_cpu_computes_in_float32_and_in_turns(fields: dict[str, Any]) -> None:
