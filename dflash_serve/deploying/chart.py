@@ -169,7 +169,7 @@ def _image(image: str | None) -> dict[str, str]:
 
 
 def template(name: str, given: Document) -> str:
-    """The objects that `helm install` would apply: the output of `helm template` on the whole chart.
+    """The objects that `helm install` would apply, in HELM_NAMESPACE; without the pods of `helm test`.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
@@ -181,7 +181,7 @@ def template(name: str, given: Document) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
         file.write_text(_yaml(given), encoding="utf-8")
-        argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file)]
+        argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file), "--skip-tests"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 - found on PATH
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()), where="helm template")

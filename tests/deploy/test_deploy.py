@@ -169,7 +169,9 @@ def test_values_become_manifests(write: Any, name: str, tmp_path: Path) -> None:
     output = tmp_path / "all.yaml"
     words = ("--render", "manifests", "--backend", name, "--name", "mine", "--output", str(output), *IMAGE)
     assert run(path, *words).exception is None
-    (server,) = [d for d in yaml.safe_load_all(output.read_text()) if d["kind"] == "Deployment"]
+    documents = list(yaml.safe_load_all(output.read_text()))
+    (server,) = [d for d in documents if d["kind"] == "Deployment"]
+    assert "Pod" not in {d["kind"] for d in documents}  # `kubectl apply` would start `helm test` beside loading servers
     labels = server["spec"]["template"]["metadata"]["labels"]
     assert labels["llm-d.ai/engine-type"] == backend(name).facts.engine_type
     assert labels["app.kubernetes.io/instance"] == "mine"
