@@ -139,9 +139,11 @@ def _engine(facts: EngineFacts) -> Document:
 
 
 def _gigabytes(deployment: Deployment) -> int | None:
-    # Size of both models' weights, rounded up; None if no config.json tells it (the bundled target).
+    # Size of both checkpoints, rounded up; None if no config.json tells it (the bundled target).
+    # An engine that converts the target to fp8 still downloads and reads all of its bf16 weights.
+    stored = deployment.target.model_copy(update={"quantization": "none"})
     try:
-        size = read_target_layout(target_configuration(deployment.target), deployment.target).weight_bytes
+        size = read_target_layout(target_configuration(stored), stored).weight_bytes
     except UserError:
         return None
     if uses_drafter(deployment) and deployment.drafter is not None:

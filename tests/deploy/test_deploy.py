@@ -17,6 +17,7 @@ from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, DIGEST
 from tests.support.helm import HELM_4, helm
+from tests.support.offline_hub import offline_hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 Fields = dict[str, Any]
@@ -133,6 +134,15 @@ def test_weights_that_do_not_fit_the_default_volume_get_a_larger_one(
     monkeypatch.setattr("dflash_serve.deploying.chart.weight_bytes", lambda _: 600e9)
     given = values(write(), *HELM)
     assert int(given["models"]["size"].removesuffix("G")) > given["startup"]["gigabytes"] >= 600
+
+
+def test_weights_that_are_converted_while_loading_are_read_whole(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline_hub(tmp_path / "hub", monkeypatch)
+    for quantization in ("none", "fp8"):
+        target = {"model": "Qwen/Qwen3-8B", "quantization": quantization}
+        assert values(write(target=target, drafter=None), *HELM)["startup"] == {"gigabytes": 17}
 
 
 def test_prepare_writes_the_files_that_the_engine_reads(write: Any, tmp_path: Path) -> None:
