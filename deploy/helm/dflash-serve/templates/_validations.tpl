@@ -137,7 +137,7 @@ route.canary.service: {{ .canary.service }} is the Service of this release; name
 {{- end -}}
 
 {{- define "dflash-serve.problems.environment" -}}
-{{- $reserved := list "HOME" "USER" "HF_HOME" "HF_HUB_OFFLINE" "XDG_CACHE_HOME" "HF_MODULES_CACHE" "HF_TOKEN_PATH" "TIKTOKEN_ENCODINGS_BASE" }}
+{{- $reserved := list "HOME" "USER" "HF_HOME" "HF_HUB_OFFLINE" "XDG_CACHE_HOME" "HF_TOKEN_PATH" "TIKTOKEN_ENCODINGS_BASE" }}
 {{- range .Values.env }}
 {{- if or (has .name $reserved) (hasPrefix "LWS_" .name) (hasPrefix "DFLASH_SERVE_" .name) }}
 env: {{ .name }} is set by the chart or by `deployment`; leave it out{{ end }}
