@@ -47,7 +47,10 @@ RUN if [ -n "$AIPERF" ]; then \
       printf '#!/bin/sh\nPYTHONPATH=/opt/aiperf exec python3 -m aiperf "$@"\n' > /usr/local/bin/aiperf && \
       chmod 755 /usr/local/bin/aiperf; \
     fi
-ENV HOME=/cache \
+# No usage statistics are sent.
+ENV TRTLLM_NO_USAGE_STATS=1 \
+    DO_NOT_TRACK=1 \
+    HOME=/cache \
     USER=dflash \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/models/huggingface \

@@ -139,9 +139,11 @@ def _engine(facts: EngineFacts) -> Document:
 
 
 def _gigabytes(deployment: Deployment) -> int | None:
-    # Size of both models' weights, rounded up; None if no config.json tells it (the bundled target).
+    # Size of both checkpoints, rounded up; None if no config.json tells it (the bundled target).
+    # An engine that converts the target to fp8 still downloads and reads all of its bf16 weights.
+    stored = deployment.target.model_copy(update={"quantization": "none"})
     try:
-        size = read_target_layout(target_configuration(deployment.target), deployment.target).weight_bytes
+        size = read_target_layout(target_configuration(stored), stored).weight_bytes
     except UserError:
         return None
     if uses_drafter(deployment) and deployment.drafter is not None:
@@ -169,7 +171,7 @@ def _image(image: str | None) -> dict[str, str]:
 
 
 def template(name: str, given: Document) -> str:
-    """The objects that `helm install` would apply: the output of `helm template` on the whole chart.
+    """The objects that `helm install` would apply, in HELM_NAMESPACE; without the pods of `helm test`.
 
     Raises:
         UserError: helm is not installed, or refuses the values.
@@ -181,7 +183,7 @@ def template(name: str, given: Document) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
         file.write_text(_yaml(given), encoding="utf-8")
-        argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file)]
+        argv = [helm, "template", name, str(write_chart(Path(folder, "chart"))), "--values", str(file), "--skip-tests"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)  # noqa: S603 - found on PATH
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()), where="helm template")

@@ -130,6 +130,7 @@ RULES: Mapping[str, Schema] = {
     "startup.gigabytesPerSecond": ABOVE_0,
     **{f"drain.{name}": _least(1) for name in ("preStopSeconds", "seconds", "marginSeconds")},
     "disruption.maxUnavailable": _least(1),
+    "autoscaling.scaleDownSeconds": {**_least(0), "maximum": 3600},
     "autoscaling.kind": _choice("none", "hpa", "keda"),
     **{f"autoscaling.{name}": _least(1) for name in ("minReplicas", "maxReplicas", "queuedPerReplica")},
     "autoscaling.interTokenSeconds": _least(0, kind="number"),

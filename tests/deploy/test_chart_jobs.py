@@ -211,10 +211,24 @@ def test_an_accepted_deployment_is_not_certified_again_and_an_interrupted_run_go
     assert done.stdout == f"{said} {folder}\n"
 
 
+def test_a_job_reaches_the_hub_by_the_proxy_and_the_certificates_of_the_servers() -> None:
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+    volume, mount = {"name": "ca", "configMap": {"name": "ca"}}, {"name": "ca", "mountPath": "/ca"}
+    given = changed(BUILT, {"models.download.enabled": True, "env": [proxy]})
+    jobs = of_kind(render({**given, "extraVolumes": [volume], "extraVolumeMounts": [mount]}), "Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        spec = job["spec"]["template"]["spec"]
+        assert (proxy in spec["containers"][0]["env"], volume in spec["volumes"]) == (True, True)
+        assert mount in spec["containers"][0]["volumeMounts"]
+
+
 def test_what_was_downloaded_is_all_that_servers_ask_for(manifests: list[Manifest]) -> None:
     (container,) = server_pod(manifests)["spec"]["containers"]
     assert {"name": "HF_HUB_OFFLINE", "value": "1"} in container["env"]
     assert {"name": "TIKTOKEN_ENCODINGS_BASE", "value": "/models/encodings"} in container["env"]
+    # transformers copies a model's own code there before it runs it.
+    assert {"name": "HF_MODULES_CACHE", "value": "/cache/modules"} in container["env"]
     (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/models"]
     assert mount["readOnly"]
 
@@ -237,6 +251,34 @@ def test_the_download_finds_both_models_and_says_in_a_line_what_is_not_to_be_had
     gone = fetched(target="no-owner/no-model")
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
     assert gone.stderr.startswith("no-owner/no-model: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({}, False),
+        ({"sglang": {"trust-remote-code": False}}, False),
+        ({"tensorrt-llm": {"trust_remote_code": True}}, True),
+        ({"sglang": {"trust-remote-code": True}}, True),
+    ],
+)
+def test_code_is_downloaded_only_where_an_engine_is_told_to_run_it(
+    arguments: Manifest, code: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi's tokenizer is code; a server is offline, and could not get it later."""
+    patterns: list[bool] = []
+
+    def fetched(_: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        patterns.append("*.py" in allow_patterns)
+        return str(revision)
+
+    file = tmp_path / "deployment.yaml"
+    models = {name: {"model": f"owner/{name}"} for name in ("target", "drafter")}
+    file.write_text(yaml.safe_dump({**models, "engine_args": arguments}))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    monkeypatch.setattr(sys, "argv", ["fetch.py", str(file)])
+    runpy.run_path(str(CHART / "files" / "fetch.py"), run_name="__main__")
+    assert patterns == [code, False]
 
 
 def test_the_encoding_of_gpt_oss_is_taken_as_it_was_published_or_not_at_all(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ PROBES = {"CKV_K8S_8": "liveness", "CKV_K8S_9": "readiness"}
 LOOSENED = {
     "CKV_K8S_25": ("a capability", ("Deployment", "Pod", "worker")),
     "CKV_K8S_31": ("a seccomp profile of the nodes", ("Deployment", "Pod", "worker")),
-    "CKV_K8S_35": ("a variable out of a Secret", ("Deployment", "worker")),
+    "CKV_K8S_35": ("a variable out of a Secret", ("Deployment", "Job", "worker")),
     "CKV_K8S_40": ("the namespace's own user", ("Deployment", "Job", "Pod", "worker")),
 }
 ARGUED = {

@@ -61,13 +61,39 @@ def test_the_grace_is_longer_than_pre_stop_and_drain_together(drain: dict[str, i
     assert pod["terminationGracePeriodSeconds"] == stopped + drained + margin > stopped + drained
 
 
+def test_vllm_is_told_how_long_answers_may_go_on() -> None:
+    """Its own default aborts them when SIGTERM comes."""
+    args = server(render({**case("vllm"), "drain": {"seconds": 600}}))["args"]
+    assert args[args.index("--") :] == ["--", "--shutdown-timeout=600"]
+
+
+def test_a_bare_off_is_read_by_helm_as_false_and_means_no_speculation() -> None:
+    given = case("tensorrt-llm-on-a-dgx")
+    given["deployment"]["speculation"] = {"width": False}
+    manifests = render(given)
+    assert "httpGet" in server(manifests)["readinessProbe"]
+    rules = [rule["alert"] for rule in only(manifests, "PrometheusRule")["spec"]["groups"][0]["rules"]]
+    assert "DFlashAcceptanceLow" not in rules
+
+
+def test_a_long_drain_is_within_what_an_autoscaler_accepts() -> None:
+    given = {**case("tensorrt-llm-with-a-built-drafter"), "drain": {"seconds": 3600}}
+    (policy,) = only(render(given), "HorizontalPodAutoscaler")["spec"]["behavior"]["scaleDown"]["policies"]
+    assert policy["periodSeconds"] == 1800  # autoscaling/v2 accepts no more
+
+
 def test_a_load_is_given_the_time_its_size_takes() -> None:
     startup = {"baseSeconds": 120, "gigabytes": 16.4, "gigabytesPerSecond": 0.1}
     wanted = 120 + 16.4 / 0.1
     assert wanted <= seconds_to_start(startup=startup) < wanted + 10
     eight = {**QWEN, "parallel": {"tensor": 8}, "hardware": {"gpu": "b300", "count": 8}}
     unknown = seconds_to_start(deployment=eight)  # may be as large as the GPUs
-    assert unknown >= 300 + math.ceil(8 * 268 / 0.5) > seconds_to_start()
+    assert unknown >= 1500 + math.ceil(8 * 268 / 0.5) > seconds_to_start()
+
+
+def test_a_start_with_an_empty_cache_is_not_cut_off_while_kernels_are_compiled() -> None:
+    """SGLang logs that DeepGEMM's take 10 to 20 minutes (srt/layers/deep_gemm_wrapper/compile_utils.py)."""
+    assert seconds_to_start(startup={"gigabytes": 1}) > 20 * 60
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,6 +196,8 @@ def test_helm_test_ends_within_helms_five_minutes_beside_a_server_where_the_imag
         assert pod["spec"]["activeDeadlineSeconds"] < 300
         (beside,) = pod["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert beside["topologyKey"] == "kubernetes.io/hostname"
+        # helm 3 reads the logs of `helm test --logs` after it has deleted what `hook-succeeded` deletes (helm #9098).
+        assert pod["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation"
         assert beside["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "server"
 
 

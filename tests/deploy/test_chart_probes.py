@@ -211,6 +211,16 @@ def test_an_answer_that_breaks_off_or_is_empty_fails_helm_test() -> None:
         assert script(ASK, f"--url={url}", "--model=x")[0] == 1
 
 
+@pytest.mark.parametrize("key", ["content", "reasoning_content", "reasoning"])
+def test_reasoning_is_an_answer_under_the_name_that_an_engine_gives_it(key: str) -> None:
+    """vLLM's is `reasoning`; 32 tokens of a reasoning model have no content yet."""
+    said = {"content": None, key: "one"}
+    events = f"data: {json.dumps({'choices': [{'delta': said}]})}\n\ndata: [DONE]\n\n"
+    for body, flags in ((events, ["--stream"]), ({"choices": [{"message": said}]}, [])):
+        with Engine({"/v1/chat/completions": (200, body)}).listening() as url:
+            assert script(ASK, f"--url={url}", "--model=x", *flags) == (0, "one\n")
+
+
 def test_helm_tests_commands_get_whole_and_streamed_answers(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """With the pods' own arguments, except address, model and the path of the key."""
     keys = tmp_path / "keys"

@@ -25,6 +25,9 @@ TWO_NODES = {
     "engine_args": {"sglang": {"stream-interval": 4}},
 }
 
+DRAINS = {"torch": ["--drain-seconds", "120"], "vllm": ["--", "--shutdown-timeout", "120"]}
+"""Words by which an engine is told how long answers may go on after SIGTERM."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -53,7 +56,7 @@ def check_command(manifests: list[Manifest], deployment: Manifest, backend: str,
     container = server(manifests)
     assert container["command"] == ["dflash-serve"]
     served = ["serve", str(original), "--backend", backend, "--host", "0.0.0.0", "--port", "8000"]
-    served += ["--folder", "/prepared", *(["--drain-seconds", "120"] if backend == "torch" else [])]
+    served += ["--folder", "/prepared", *DRAINS.get(backend, [])]
     wanted = dry_run(served)
     assert dry_run([str(mounted) if word == CONFIG else word for word in container["args"]]) == wanted
     assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == (

@@ -16,7 +16,7 @@ import yaml
 from dflash_serve.deploying.chart import DASHBOARD, ENGINES, write_chart
 from dflash_serve.deploying.values_schema import values_schema
 from dflash_serve.errors import UserError
-from tests.support.chart import BACKENDS, CHART, HELMS, case, changed, of_kind, refusal, render, whole_chart
+from tests.support.chart import BACKENDS, CHART, DIGEST, HELMS, case, changed, of_kind, refusal, render, whole_chart
 
 jsonschema: Any = import_module("jsonschema")
 SCHEMA = values_schema(CHART / "values.yaml")
@@ -38,7 +38,9 @@ REFUSED: list[tuple[str, Changes, str]] = [
     # an installation, what is changed in it, the beginning of the line
     ("sglang", {"backend": "acme"}, 'backend: the chart does not know "acme"; give its `engine`'),
     (BUILT, {"build.image.digest": ""}, "build.image: no image"),
-    (IMAGE, {"models.image": ""}, "models.image: kind is image, but none is named"),
+    (IMAGE, {"models.image": ""}, 'models.image: "" and kind image do not go together'),
+    ("sglang", {"models.image": f"x@{DIGEST}"}, "models.image: .* and kind emptyDir do not go together"),
+    ("sglang", {"models.storageClassName": "weka"}, 'models.storageClassName: "weka" and kind emptyDir do not go'),
     ("sglang", {"models.kind": "claim"}, 'models.claim: "" and kind claim do not go together'),
     ("sglang", {"models.claim": "weights"}, 'models.claim: "weights" and kind emptyDir do not go together'),
     ("sglang", {"models.kind": "node"}, 'models.path: "" and kind node do not go together'),
@@ -62,6 +64,12 @@ REFUSED: list[tuple[str, Changes, str]] = [
     (TWO, {"deployment.parallel.nodes": 3}, "deployment.parallel.nodes: 16 devices do not spread evenly over 3"),
     ("sglang", {"deployment.role": "prefill"}, "deployment.role: prefill is one half of a pair"),
     (DOMAIN, {"replicas": 2}, "placement.computeDomain: a domain belongs to one replica"),
+    ("sglang", {"placement.topology.key": "leaf"}, "placement.topology.key: it keeps the nodes of one"),
+    (
+        "vllm",
+        {"deployment.engine_args": {"vllm": {"shutdown_timeout": 5}}},
+        "deployment.engine_args.vllm: shutdown_timeout is set by the chart; set drain.seconds",
+    ),
     (DGX, {"autoscaling.maxReplicas": 1}, "autoscaling.maxReplicas: 1 is less than minReplicas 2"),
     (DGX, {"podMonitor.enabled": False}, "autoscaling.kind: keda reads the queue from Prometheus"),
     (DGX, {"podMonitor.enabled": False}, "alerts.enabled: the alerts read metrics that are not scraped"),
@@ -78,6 +86,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"inferencePool.enabled": True}, "inferencePool.endpointPicker: none"),
     ("sglang", {"route.enabled": True}, "route.gateway: none"),
     ("sglang", {"route.canary.service": "trial-dflash-serve"}, "route.canary.service: .* of this release"),
+    ("sglang", {"route.canary.weight": 10}, "route.canary.service: none for 10 % of the requests"),
     ("sglang", {"env": [{"name": "DFLASH_SERVE_X", "value": "off"}]}, "env: DFLASH_SERVE_X is set by the chart or by"),
     ("sglang", {"env": [{"name": "LWS_GROUP_SIZE", "value": "1"}]}, "env: LWS_GROUP_SIZE is set by the chart"),
     ("sglang", {"env": [{"name": "HF_TOKEN", "value": "x"}]}, "env: HF_TOKEN is a secret"),
@@ -85,6 +94,8 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("sglang", {"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels: .* selects the pods of the Service"),
     (DGX, {"tests.acceptance.atLeast": 2}, "tests.acceptance.atLeast: needs one replica"),
     ("sglang", {"tests.verify": {"enabled": True}}, "tests.verify.without: none"),
+    ("sglang", {"tests.verify.schedule": "0 3 * * *"}, "tests.verify.schedule: verify is not enabled"),
+    ("sglang", {"tests.acceptance.schedule": "0 * * * *"}, "tests.acceptance.schedule: no minimum is given"),
 ]
 OF_OLD_KUBERNETES = [
     (IMAGE, "1.32.0", "models.kind: image volumes need Kubernetes 1.33"),
@@ -108,6 +119,7 @@ NOT_IN_THE_SCHEMA: list[tuple[str, Changes]] = [
     ("replicas", {"replicas": "two"}),
     ("autoscaling.prometheusAddress", {"autoscaling.prometheusAddress": "prometheus:9090"}),
     ("drain.seconds", {"drain.seconds": -5}),
+    ("autoscaling.scaleDownSeconds", {"autoscaling.scaleDownSeconds": 7200}),
     ("startup.gigabytes", {"startup.gigabytes": 0}),
     ("networkPolicy.egressPorts.0", {"networkPolicy.egressPorts": [0]}),
     ("service.port", {"service.port": 70000}),
@@ -190,7 +202,7 @@ WHOLE: Changes = {
     **{
         "autoscaling.prometheusAddress": "http://a:1",
         "autoscaling.interTokenSeconds": 1,
-        "tests.acceptance.atLeast": 0,
+        "tests.verify": {"enabled": True, "without": "http://plain"},
     },
     **{"networkPolicy.namespaces": ["m"], "alerts.enabled": True, "secrets.huggingFaceToken.name": "h"},
 }
@@ -211,7 +223,7 @@ INJECTED: dict[str, tuple[str, Changes, tuple[str, ...]]] = {
             *("placement.schedulerName", "placement.products", "route.gateway", "route.hostnames", "labels.k"),
             *("podLabels.k", "podAnnotations.k", "secrets.huggingFaceToken.key", "networkPolicy.namespaces"),
             *("autoscaling.prometheusAddress", "security.seccompProfile", "resources.memory", "resources.extra.k"),
-            *("deployment.serving.served_model_name", "deployment.target.model", "tests.acceptance.schedule"),
+            *("deployment.serving.served_model_name", "deployment.target.model", "tests.verify.schedule"),
         ),
     ),
     "another engine": (

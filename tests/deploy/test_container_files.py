@@ -104,6 +104,14 @@ def test_it_runs_sets_and_asks_what_the_pod_does(name: str) -> None:
     assert ("ARG", "AIPERF=") in parsed(name)  # with which an image has what the chart's `certify` needs
 
 
+@pytest.mark.parametrize(
+    ("name", "variable"), [("vllm", "VLLM_NO_USAGE_STATS"), ("tensorrt-llm", "TRTLLM_NO_USAGE_STATS")]
+)
+def test_engines_that_report_what_they_serve_are_told_not_to(name: str, variable: str) -> None:
+    """TensorRT-LLM's telemetry is on by default, too (tensorrt_llm/usage of its sources)."""
+    assert {f"{variable}=1", "DO_NOT_TRACK=1"} <= set(" ".join(last_stage(name)["ENV"]).split())
+
+
 def copied(name: str) -> set[str]:
     """Paths of this repository that the builder copies."""
     steps = [value for instruction, value in parsed(name) if instruction == "COPY" and not value.startswith("--from")]

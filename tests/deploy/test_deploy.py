@@ -17,6 +17,7 @@ from dflash_serve.deployment import load_deployment
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, DIGEST
 from tests.support.helm import HELM_4, helm
+from tests.support.offline_hub import offline_hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 Fields = dict[str, Any]
@@ -135,6 +136,15 @@ def test_weights_that_do_not_fit_the_default_volume_get_a_larger_one(
     assert int(given["models"]["size"].removesuffix("G")) > given["startup"]["gigabytes"] >= 600
 
 
+def test_weights_that_are_converted_while_loading_are_read_whole(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline_hub(tmp_path / "hub", monkeypatch)
+    for quantization in ("none", "fp8"):
+        target = {"model": "Qwen/Qwen3-8B", "quantization": quantization}
+        assert values(write(target=target, drafter=None), *HELM)["startup"] == {"gigabytes": 17}
+
+
 def test_prepare_writes_the_files_that_the_engine_reads(write: Any, tmp_path: Path) -> None:
     """The init container of examples/deploy/dynamo.yaml."""
     assert run(write(), "--backend", "sglang", "--prepare", str(tmp_path / "prepared")).exception is None
@@ -169,7 +179,9 @@ def test_values_become_manifests(write: Any, name: str, tmp_path: Path) -> None:
     output = tmp_path / "all.yaml"
     words = ("--render", "manifests", "--backend", name, "--name", "mine", "--output", str(output), *IMAGE)
     assert run(path, *words).exception is None
-    (server,) = [d for d in yaml.safe_load_all(output.read_text()) if d["kind"] == "Deployment"]
+    documents = list(yaml.safe_load_all(output.read_text()))
+    (server,) = [d for d in documents if d["kind"] == "Deployment"]
+    assert "Pod" not in {d["kind"] for d in documents}  # `kubectl apply` would start `helm test` beside loading servers
     labels = server["spec"]["template"]["metadata"]["labels"]
     assert labels["llm-d.ai/engine-type"] == backend(name).facts.engine_type
     assert labels["app.kubernetes.io/instance"] == "mine"

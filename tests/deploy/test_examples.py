@@ -79,7 +79,9 @@ def test_the_compose_service_runs_what_the_chart_runs(chart: dict[str, Any]) -> 
     found, (wanted,) = service(), chart["containers"]
     assert found["entrypoint"] == wanted["command"] + wanted["args"]
     assert {name: text for name, text in found["environment"].items() if name not in TOKEN} == variables(wanted)
-    folders = {volume.split(":")[1] for volume in found["volumes"]} | set(found["tmpfs"])
+    (scratch, options) = found["tmpfs"][0].split(":")
+    assert options == "exec"  # Docker's default is noexec, an emptyDir's is not
+    folders = {volume.split(":")[1] for volume in found["volumes"]} | {scratch}
     assert folders == writable(wanted) - {"/dev/shm"}
     assert wanted["readinessProbe"]["httpGet"]["path"] in found["healthcheck"]["test"][3]
     assert (found["user"], found["read_only"], found["cap_drop"]) == ("10001:10001", True, ["ALL"])

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TEXTS = ("content", "reasoning_content", "reasoning")
+"""Keys of an answer's text, and of its reasoning: vLLM calls that `reasoning`."""
+
 
 def main() -> None:
     """Prints the answer; exit code 1 if there is none."""
@@ -43,7 +46,7 @@ def request(url: str, body: object, keys: Path | None) -> urllib.request.Request
 def whole(answer: Any) -> str:
     """The answer's text. Reasoning counts: 32 tokens may end within it."""
     message = answer["choices"][0]["message"]
-    return str(message.get("content") or message.get("reasoning_content") or "")
+    return str(next(filter(None, map(message.get, TEXTS)), ""))
 
 
 def pieces(lines: Iterator[bytes]) -> Iterator[str]:
@@ -59,7 +62,7 @@ def pieces(lines: Iterator[bytes]) -> Iterator[str]:
         if data == b"[DONE]":
             return
         for choice in json.loads(data)["choices"]:
-            yield choice["delta"].get("content") or choice["delta"].get("reasoning_content") or ""
+            yield next(filter(None, map(choice["delta"].get, TEXTS)), "")
     raise LookupError("the stream ended without [DONE]")
 
 

@@ -6,11 +6,13 @@ import argparse
 import hashlib
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.source import DRAFTER_FILES, TARGET_FILES, drafter_source, local_folder, target_source
 from dflash_serve.errors import UserError
 
 ENCODING = "https://openaipublic.blob.core.windows.net/encodings/o200k_base.tiktoken"
@@ -25,14 +27,24 @@ def main() -> None:
     given = parser.parse_args()
     deployment = yaml.safe_load(given.deployment.read_text(encoding="utf-8"))
     try:
-        for name, folder_of in (("target", target_folder), ("drafter", drafter_folder)):
+        target_files = [*TARGET_FILES, *(["*.py"] if runs_code(deployment) else [])]
+        for name, source, files in (
+            ("target", target_source, target_files),
+            ("drafter", drafter_source, DRAFTER_FILES),
+        ):
             model = deployment.get(name)
             if model and not model["model"].startswith("/"):
-                print(folder_of(model["model"], model.get("revision")), flush=True)
+                print(local_folder(source(model["model"]), model.get("revision"), files=files), flush=True)
         if given.encodings:
             print(encoding(given.encodings), flush=True)
     except (UserError, OSError, ValueError) as error:
         sys.exit(str(error))
+
+
+def runs_code(deployment: Mapping[str, Any]) -> bool:
+    """True if an engine is told to run the code in the target's repository, such as that of Kimi's tokenizer."""
+    given = (deployment.get("engine_args") or {}).values()
+    return any(each.get(name) for each in given for name in ("trust-remote-code", "trust_remote_code"))
 
 
 def encoding(folder: Path) -> Path:

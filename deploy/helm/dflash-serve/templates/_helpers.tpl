@@ -37,13 +37,15 @@ labels:
 {{- $gpu := dig "hardware" "gpu" "" $deployment | default "" -}}
 {{- $count := dig "hardware" "count" 1 $deployment | int -}}
 {{- $nodes := dig "parallel" "nodes" 1 $deployment | int -}}
+{{- /* YAML reads a bare `off` as false. */ -}}
+{{- $width := dig "speculation" "width" "auto" $deployment | toString | replace "false" "off" -}}
 {{- $cpu := or (eq $gpu "none") (and (eq $gpu "") (not (include "dflash-serve.engine" . | fromYaml).needsGpu)) -}}
 gpu: {{ $gpu | quote }}
 count: {{ $count }}
 nodes: {{ $nodes }}
 gpusPerPod: {{ $cpu | ternary 0 (div $count (max 1 $nodes)) }}
-speculates: {{ if and (get $deployment "drafter") (not (has (dig "speculation" "width" "auto" $deployment | toString) (list "off" "1"))) }}true{{ else }}false{{ end }}
-width: {{ dig "speculation" "width" "auto" $deployment | default "auto" | toString | quote }}
+speculates: {{ if and (get $deployment "drafter") (not (has $width (list "off" "1"))) }}true{{ else }}false{{ end }}
+width: {{ $width | quote }}
 {{- end -}}
 
 {{- define "dflash-serve.scaled" -}}

@@ -82,6 +82,9 @@ template:
         command: {{ toJson .command }}
         env:
           {{- include "dflash-serve.environment" (dict "root" $root "offline" false) | nindent 10 }}
+          {{- with $root.Values.env }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
         resources:
           {{- include "dflash-serve.resources" (dict "cpu" .cpu "memory" .memory "gpus" .gpus) | nindent 10 }}
         securityContext:
@@ -95,6 +98,9 @@ template:
           - {name: cache, mountPath: /cache}
           - {name: prepared, mountPath: /prepared}
           - {name: tmp, mountPath: /tmp}
+          {{- with $root.Values.extraVolumeMounts }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
     volumes:
       - name: config
         configMap: {name: {{ printf "%s-jobs" (include "dflash-serve.fullname" $root) | quote }}}
@@ -103,5 +109,8 @@ template:
       {{- range list "cache" "prepared" "tmp" }}
       - name: {{ . }}
         emptyDir: {sizeLimit: {{ $root.Values.scratch }}}
+      {{- end }}
+      {{- with $root.Values.extraVolumes }}
+      {{- toYaml . | nindent 6 }}
       {{- end }}
 {{- end -}}

@@ -131,4 +131,8 @@ volumeMounts:
 {{- if .Values.secrets.apiKeys.name }}
 - --api-key-file=/etc/dflash-serve-keys/keys
 {{- end }}
+{{- if eq .Values.backend "vllm" }}
+- -- # vLLM's own flag; without it SIGTERM aborts every answer
+- --shutdown-timeout={{ .Values.drain.seconds }}
+{{- end }}
 {{- end -}}

@@ -55,6 +55,7 @@ securityContext:
 {{- end }}
 {{- if .offline }}
 - {name: HF_HUB_OFFLINE, value: "1"}
+- {name: HF_MODULES_CACHE, value: /cache/modules} # a model's own code is copied there; /models is read-only
 {{- end }}
 {{- with $root.Values.models.encodings }}
 - {name: TIKTOKEN_ENCODINGS_BASE, value: {{ . | quote }}}

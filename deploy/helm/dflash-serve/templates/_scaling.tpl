@@ -11,7 +11,7 @@ scaleUp:
 scaleDown:
   stabilizationWindowSeconds: {{ .Values.autoscaling.scaleDownSeconds }}
   policies:
-    - {type: Pods, value: 1, periodSeconds: {{ include "dflash-serve.graceSeconds" . }}} # one replica drains at a time
+    - {type: Pods, value: 1, periodSeconds: {{ min 1800 (include "dflash-serve.graceSeconds" .) }}} # one replica drains at a time
 {{- end -}}
 
 {{- /* Gauges of a pod and the most that a replica may have of each: a list of {metric, most}. Read with fromYamlArray. */ -}}

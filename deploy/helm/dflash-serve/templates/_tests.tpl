@@ -10,8 +10,8 @@ metadata:
     {{- include "dflash-serve.labels" $root | nindent 4 }}
     app.kubernetes.io/component: test
   annotations:
-    helm.sh/hook: test
-    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+    helm.sh/hook: test # the pod stays until the next test: helm 3 reads the logs of --logs after it would be deleted
+    helm.sh/hook-delete-policy: before-hook-creation
 spec:
   {{- include "dflash-serve.testSpec" . | nindent 2 }}
 {{- end -}}

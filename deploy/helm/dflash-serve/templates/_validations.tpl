@@ -20,8 +20,8 @@ backend: the chart does not know {{ .Values.backend | quote }}; give its `engine
 {{- define "dflash-serve.problems.images" -}}
 {{- if and .Values.build.enabled (not (and .Values.build.image.repository .Values.build.image.digest)) }}
 build.image: no image; give the repository and the digest of deploy/docker/engines.Dockerfile{{ end }}
-{{- if and (eq .Values.models.kind "image") (not .Values.models.image) }}
-models.image: kind is image, but none is named; give repository@sha256:<64 hexadecimal digits>{{ end }}
+{{- if ne (eq .Values.models.kind "image") (ne .Values.models.image "") }}
+models.image: {{ .Values.models.image | quote }} and kind {{ .Values.models.kind }} do not go together; repository@sha256:<64 hexadecimal digits> belongs to kind image{{ end }}
 {{- if and (eq .Values.models.kind "image") (not (semverCompare ">=1.33.0-0" .Capabilities.KubeVersion.Version)) }}
 models.kind: image volumes need Kubernetes 1.33, this is {{ .Capabilities.KubeVersion.Version }}; use claim{{ end }}
 {{- end -}}
@@ -33,6 +33,8 @@ models.kind: image volumes need Kubernetes 1.33, this is {{ .Capabilities.KubeVe
 models.claim: {{ .claim | quote }} and kind {{ .kind }} do not go together; a PersistentVolumeClaim of this namespace belongs to kind claim{{ end }}
 {{- if ne (eq .kind "node") (ne .path "") }}
 models.path: {{ .path | quote }} and kind {{ .kind }} do not go together; a folder of the node, such as /raid/models, belongs to kind node{{ end }}
+{{- if and .storageClassName (ne .kind "volume") }}
+models.storageClassName: {{ .storageClassName | quote }} and kind {{ .kind }} do not go together; a storage class belongs to kind volume{{ end }}
 {{- if and (has .kind (list "volume" "claim")) (ne .accessMode "ReadWriteMany") (gt $pods 1) }}
 models.accessMode: {{ .accessMode }} serves one node, but there may be {{ $pods }} pods; use ReadWriteMany, or another models.kind{{ end }}
 {{- end }}
@@ -82,12 +84,18 @@ placement.computeDomain: a domain belongs to one replica of several nodes; set r
 placement.computeDomain: NVIDIA's DRA driver needs Kubernetes 1.32, this is {{ .Capabilities.KubeVersion.Version }}{{ end }}
 {{- end }}
 {{- with .Values.placement.topology }}
+{{- if and .key (eq ($facts.nodes | int) 1) }}
+placement.topology.key: it keeps the nodes of one replica together, and there is one; leave it out{{ end }}
 {{- if and .key (not .exclusive) (not (semverCompare ">=1.31.0-0" $.Capabilities.KubeVersion.Version)) }}
 placement.topology.key: needs Kubernetes 1.31, this is {{ $.Capabilities.KubeVersion.Version }}; set placement.topology.exclusive{{ end }}
 {{- end }}
 {{- end -}}
 
 {{- define "dflash-serve.problems.scaling" -}}
+{{- range $name, $_ := dig "engine_args" "vllm" dict .Values.deployment }}
+{{- if eq ($name | replace "_" "-") "shutdown-timeout" }}
+deployment.engine_args.vllm: {{ $name }} is set by the chart; set drain.seconds, by which the pod's grace period is reckoned{{ end }}
+{{- end }}
 {{- $engine := include "dflash-serve.engine" . | fromYaml }}
 {{- with .Values.autoscaling }}
 {{- if ne .kind "none" }}
@@ -121,6 +129,8 @@ inferencePool.endpointPicker: none; name the Service of your endpoint picker{{ e
 {{- with .Values.route }}
 {{- if and .enabled (not .gateway) }}
 route.gateway: none; name the Gateway of the route{{ end }}
+{{- if and .canary.weight (not .canary.service) }}
+route.canary.service: none for {{ .canary.weight }} % of the requests; name the Service of the other release{{ end }}
 {{- if eq .canary.service (include "dflash-serve.fullname" $) }}
 route.canary.service: {{ .canary.service }} is the Service of this release; name the other one{{ end }}
 {{- end }}
@@ -145,6 +155,10 @@ podLabels: {{ $name }} selects the pods of the Service; leave it out{{ end }}
 {{- if and .atLeast (or (not (include "dflash-serve.facts" $ | fromYaml).speculates) (gt (include "dflash-serve.maxReplicas" $ | int) 1)) }}
 tests.acceptance.atLeast: needs one replica, and a drafter; ask a release of one replica, such as the canary{{ end }}
 {{- end }}
+{{- if and .Values.tests.verify.schedule (not .Values.tests.verify.enabled) }}
+tests.verify.schedule: verify is not enabled, and nothing would run; set tests.verify.enabled{{ end }}
+{{- if and .Values.tests.acceptance.schedule (not .Values.tests.acceptance.atLeast) }}
+tests.acceptance.schedule: no minimum is given, and nothing would run; set tests.acceptance.atLeast{{ end }}
 {{- if and .Values.tests.verify.enabled (not .Values.tests.verify.without) }}
 tests.verify.without: none; give the address of the server without speculation, such as http://plain.serving{{ end }}
 {{- end -}}
