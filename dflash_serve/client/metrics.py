@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_serve.backend import backend, installed
 from dflash_serve.common.http import Connection
-from dflash_serve.common.prometheus import Scrape
+from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 
@@ -65,11 +65,17 @@ def reading_of(scrape: Scrape) -> ServerReading:
             acceptance=acceptance,
             engine=acceptance.engine or facts.title,
             generated=samples.total(names.generated),
-            running=samples.total(names.running) if names.running else None,
-            queued=samples.total(names.queued),
+            running=_requests(samples, names.running),
+            queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
         )
     return ServerReading(time.monotonic(), AcceptanceStatistics.unknown())
+
+
+def _requests(samples: Samples, name: str | None) -> float | None:
+    # SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty.
+    counts = [count for labels, count in samples.named(name or "") if not labels.get("priority")]
+    return sum(counts) if counts else None
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ def conclude(
     rules: tuple[RuleCheck, ...] = (),
     unit: str,
     is_plain: bool = True,
+    failed: tuple[str, ...] = (),
     scope: tuple[str, ...] = (),
 ) -> Findings:
     """The verdict with its reasons. A fault decides it even if other comparisons are open.
@@ -169,10 +170,11 @@ def conclude(
     Args:
         acceptance: of the speculating side while it answered.
         is_plain: True if the other side is known not to speculate.
+        failed: cases that the speculating side alone failed to answer, with its errors.
         scope: what the settings leave out, and what was refused; rules that the plain side breaks are added.
     """
     faults = _faults(greedy, sampled, seeded, exact, rules)
-    reasons = (*_unproven(greedy, sampled, seeded, exact), *_unproven_sides(acceptance, is_plain))
+    reasons = (*_unproven(greedy, sampled, seeded, exact), *failed, *_unproven_sides(acceptance, is_plain))
     return Findings(
         verdict="not lossless" if faults else "could not tell" if reasons else "lossless",
         faults=faults,

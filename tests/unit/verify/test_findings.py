@@ -154,6 +154,10 @@ def test_answers_without_a_token_prove_nothing() -> None:
     assert reasons == ("no greedy answer has any token",)
 
 
+def test_a_case_that_only_speculation_fails_in_leaves_the_verdict_open() -> None:
+    assert found(failed=("short answers under load: failed",)).verdict == "could not tell"
+
+
 @pytest.mark.parametrize(
     ("acceptance", "is_plain", "why"),
     [
