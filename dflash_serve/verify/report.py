@@ -40,6 +40,7 @@ from dflash_serve.verify.questions import (
     BASE,
     BIASED,
     CONTINUED,
+    EXACT,
     FEWEST,
     GREEDY,
     LOAD,
@@ -98,7 +99,7 @@ RULE_FAULTS = {
 }
 """Faults of rules; those of all others are of a field of the request."""
 NAMELESS = {case.name for case in CONTINUED.values()}  # Cases in which the names of tokens may be unknown
-MAY_BE_SHORT = {LONG.name, *PENALISED}
+MAY_BE_SHORT = {*(case.name for case in EXACT), *PENALISED}
 """Cases that near-ties may cut short, which limits what was tested: an engine may refuse them, too."""
 
 

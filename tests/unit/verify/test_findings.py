@@ -76,6 +76,7 @@ TOP_K = next(case.name for case in SAMPLED if case.params.top_k)
         ([tokens(LOAD.name, "unstable", prompts=100)], [], [], [], ()),  # one in a hundred may be rounding
         ([tokens(STREAMED.name, "fault")], [], [], ["text"], ()),
         ([tokens(LONG.name, "near-tie", compared=16)], [], [], [], ("long answers beyond 16 of 100 tokens",)),
+        ([tokens(STREAMED.name, "near-tie", compared=16)], [], [], [], ("streamed beyond 16 of 100 tokens",)),
         ([tokens(LONG.name, "near-tie", compared=16), tokens(CONTINUED[LONG.name].name, "unscored")], [], [], [], ()),
         (
             [tokens(LONG.name, "near-tie"), tokens(CONTINUED[LONG.name].name, "fault")],
