@@ -14,6 +14,8 @@ from dflash_serve.common.http import Connection
 from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
+COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
+
 
 @dataclass(frozen=True)
 class ServerReading:
@@ -73,9 +75,14 @@ def reading_of(scrape: Scrape) -> ServerReading:
 
 
 def _requests(samples: Samples, name: str | None) -> float | None:
-    # SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty.
-    counts = [count for labels, count in samples.named(name or "") if not labels.get("priority")]
-    return sum(counts) if counts else None
+    # SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty, and
+    # --enable-metrics-for-all-schedulers gives those of a data-parallel group once for each of its ranks.
+    groups = dict[frozenset[tuple[str, str]], float]()
+    for labels, count in samples.named(name or ""):
+        if not labels.get("priority"):
+            group = frozenset(label for label in labels.items() if label[0] not in COPIES)
+            groups[group] = max(count, groups.get(group, 0.0))
+    return sum(groups.values()) if groups else None
 
 
 @dataclass(frozen=True)
