@@ -26,8 +26,10 @@ WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     COMPLETIONS: ({"return_token_ids": True}, {"detokenize": False}, {"logprobs": 1}, {}),
     CHAT: ({"return_token_ids": True}, {"logprobs": True, "top_logprobs": 1}, {}),
 }  # Path -> request fields that ask for tokens, best first; the last asks for text only
-ALWAYS = {"temperature", "top_p"}
-"""Parameters sent even at their defaults, because some servers would use the model's own; others are sent if set."""
+ALWAYS = {"temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+"""Parameters sent even at their defaults, because servers take missing ones from the model's generation_config.json;
+others are sent if set."""
+REASONING = ("reasoning_content", "reasoning")  # Names of a chat's text before its answer: SGLang's, vLLM's
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Reply:
     finish_reason: str | None = None
     choices: tuple[Reply, ...] = ()  # All choices of a request with n > 1, this one first
     prompt_ids: tuple[int, ...] | None = None  # Token ids of the prompt, as the chat template made it
+    reasoning: str = ""  # Text before the answer, where the server has a reasoning parser
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
@@ -121,17 +124,27 @@ class Endpoint:
     @cached_property
     def context(self) -> int | None:
         """Most tokens of a prompt and its answer together; None = the server does not say."""
+        longest = self._listed.get("max_model_len")
+        return longest if isinstance(longest, int) else None
+
+    @property
+    def is_sglang(self) -> bool:
+        """True if its list of models says so."""
+        return self._listed.get("owned_by") == "sglang"
+
+    @cached_property
+    def _listed(self) -> Mapping[str, Any]:
+        # the first model of the server's list
         try:
             listed = self._connection.json("GET", "/v1/models")
         except UserError:  # some servers have no such list; requests show what else is wrong
-            return None
+            return {}
         data = listed.get("data") if isinstance(listed, Mapping) else None
         first = data[0] if isinstance(data, list) and data else None
-        longest = first.get("max_model_len") if isinstance(first, Mapping) else None
-        return longest if isinstance(longest, int) else None
+        return first if isinstance(first, Mapping) else {}
 
     def sglang_settings(self) -> Mapping[str, Any]:
-        """The arguments that an SGLang server runs with; empty for other engines."""
+        """The arguments that an SGLang server runs with; empty for other engines, and where they cannot be read."""
         try:
             found = self._connection.json("GET", "/server_info")
         except UserError:
@@ -205,6 +218,7 @@ class Endpoint:
     def _ask(self, path: str, body: Mapping[str, Any]) -> Reply:
         if body.get("stream"):
             events = self._connection.events(path, body)
+            self._raise_error(path, events)
         else:
             completion = self._connection.json("POST", path, body)
         try:
@@ -212,6 +226,15 @@ class Endpoint:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
             do = "give the address of an OpenAI-compatible server"
             raise UserError("its answer is no completion", where=self.base + path, do=do) from None
+
+    def _raise_error(self, path: str, events: Sequence[Any]) -> None:
+        # Once a stream has begun, engines report an error as an event of it.
+        error = next((one["error"] for one in events if isinstance(one, Mapping) and one.get("error")), None)
+        if error is not None:
+            about = error if isinstance(error, Mapping) else {"message": error}
+            code, message = about.get("code"), " ".join(str(about.get("message")).split())[:300]
+            status = code if isinstance(code, int) else 500
+            raise RefusedError(f"HTTP {status}: {message}", where=self.base + path, status=status)
 
 
 def _is_chat(prompt: Prompt) -> bool:
@@ -242,12 +265,15 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # the completion that the events of a streamed answer make together
     if not events:
         raise ValueError
-    choice: dict[str, Any] = {"text": "", "logprobs": {}}
+    message = dict.fromkeys((*REASONING, "content"), "")
+    choice: dict[str, Any] = {"message": message, "logprobs": {}}
     usage = None
     for event in events:
         usage = event.get("usage") or usage
         for part in event["choices"]:
-            choice["text"] += (part["delta"].get("content") if "delta" in part else part["text"]) or ""
+            delta = part["delta"] if "delta" in part else {"content": part["text"]}
+            for name in message:
+                message[name] += delta.get(name) or ""
             if part.get("token_ids") is not None:
                 choice["token_ids"] = [*choice.get("token_ids", ()), *part["token_ids"]]
             for name, entries in (part.get("logprobs") or {}).items():
@@ -268,16 +294,19 @@ def _reply(body: Mapping[str, Any]) -> Reply:
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:
-    text = choice["message"].get("content") if choice.get("message") is not None else choice["text"]
-    if not isinstance(text, str | None):
+    message = {"content": choice["text"]} if choice.get("message") is None else choice["message"]
+    # a server that knows both names of the reasoning may give it twice
+    reasoning, text = next((message[name] for name in REASONING if message.get(name)), ""), message.get("content") or ""
+    if not (isinstance(text, str) and isinstance(reasoning, str)):
         raise TypeError
     return Reply(
-        text=text or "",
+        text=text,
         token_ids=_ids(choice.get("token_ids", choice.get("response_token_ids"))),  # the latter in SGLang's chats
         logprobs=_logprobs(choice.get("logprobs")),
         completion_tokens=completion_tokens,
         finish_reason=choice.get("finish_reason"),
         prompt_ids=_ids(choice.get("prompt_token_ids")),
+        reasoning=reasoning,
     )
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 from dflash_serve.backend import backend, installed
 from dflash_serve.common.http import Connection
-from dflash_serve.common.prometheus import Scrape
+from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
+
+COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,22 @@ def reading_of(scrape: Scrape) -> ServerReading:
             acceptance=acceptance,
             engine=acceptance.engine or facts.title,
             generated=samples.total(names.generated),
-            running=samples.total(names.running) if names.running else None,
-            queued=samples.total(names.queued),
+            running=_requests(samples, names.running),
+            queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
         )
     return ServerReading(time.monotonic(), AcceptanceStatistics.unknown())
+
+
+def _requests(samples: Samples, name: str | None) -> float | None:
+    # SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty, and
+    # --enable-metrics-for-all-schedulers gives those of a data-parallel group once for each of its ranks.
+    groups = dict[frozenset[tuple[str, str]], float]()
+    for labels, count in samples.named(name or ""):
+        if not labels.get("priority"):
+            group = frozenset(label for label in labels.items() if label[0] not in COPIES)
+            groups[group] = max(count, groups.get(group, 0.0))
+    return sum(groups.values()) if groups else None
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ def interview(
     whole = total(each)
     width, steps = widths_of(each, block_size, endpoint.base)
     if whole.acceptance_length is None:
-        do = "start it with speculation and with its metrics (SGLang: --enable-metrics), or give --observed"
+        do = "start it with speculation and its metrics (SGLang: --enable-metrics), give an address under which they "
+        do += "are found, or give --observed"
         raise UserError("it reports no acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))

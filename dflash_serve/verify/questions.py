@@ -207,7 +207,7 @@ def questions(
         return [question(prompt, plan.max_tokens) for prompt in _beginnings(known, plan.samples)]
     if case is LONG:
         length = min(plan.long_tokens, context - LONG_ROOM)
-        return [question(_beginning(one), length) for one in known if one.text][:LONG_PROMPTS]
+        return [question(begun, length) for one in known if (begun := _beginning(one))][:LONG_PROMPTS]
     if case is MIN_TOKENS:
         ends = [(prompt, one.pieces[4]) for prompt, one in few if len(one.pieces) > 5]
         return [

@@ -40,6 +40,7 @@ from dflash_serve.verify.questions import (
     BASE,
     BIASED,
     CONTINUED,
+    EXACT,
     FEWEST,
     GREEDY,
     LOAD,
@@ -59,7 +60,7 @@ from dflash_serve.verify.tokens import Kind, TokenComparison
 Verdict = Literal["lossless", "not lossless", "could not tell"]
 EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
-METRICS = "start it with its metrics (SGLang: --enable-metrics)"
+METRICS = "start it with its metrics (SGLang: --enable-metrics), and give an address under which they are found"
 SHOWN = 10  # Differences of a case that are printed; the report has all
 TOLERATED = 0.01
 """Share of a case's answers whose difference may stay unexplained, by rounding in the plain side's second answer."""
@@ -98,7 +99,7 @@ RULE_FAULTS = {
 }
 """Faults of rules; those of all others are of a field of the request."""
 NAMELESS = {case.name for case in CONTINUED.values()}  # Cases in which the names of tokens may be unknown
-MAY_BE_SHORT = {LONG.name, *PENALISED}
+MAY_BE_SHORT = {*(case.name for case in EXACT), *PENALISED}
 """Cases that near-ties may cut short, which limits what was tested: an engine may refuse them, too."""
 
 
@@ -162,6 +163,7 @@ def conclude(
     rules: tuple[RuleCheck, ...] = (),
     unit: str,
     is_plain: bool = True,
+    failed: tuple[str, ...] = (),
     scope: tuple[str, ...] = (),
 ) -> Findings:
     """The verdict with its reasons. A fault decides it even if other comparisons are open.
@@ -169,10 +171,11 @@ def conclude(
     Args:
         acceptance: of the speculating side while it answered.
         is_plain: True if the other side is known not to speculate.
+        failed: cases that the speculating side alone failed to answer, with its errors.
         scope: what the settings leave out, and what was refused; rules that the plain side breaks are added.
     """
     faults = _faults(greedy, sampled, seeded, exact, rules)
-    reasons = (*_unproven(greedy, sampled, seeded, exact), *_unproven_sides(acceptance, is_plain))
+    reasons = (*_unproven(greedy, sampled, seeded, exact), *failed, *_unproven_sides(acceptance, is_plain))
     return Findings(
         verdict="not lossless" if faults else "could not tell" if reasons else "lossless",
         faults=faults,

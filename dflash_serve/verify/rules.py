@@ -22,6 +22,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from dflash_serve.client.endpoint import Reply
@@ -54,6 +55,7 @@ class Answer(NamedTuple):
     choices: int = 1
     logprobs: list[float] | None = None  # One for each piece, where the request asks for them
     prompt_ids: list[int] | None = None  # Token ids of the prompt, where the server tells them
+    reasoning: str = ""  # Text before the answer's, where the server has a reasoning parser
 
     @classmethod
     def of(cls, reply: Reply) -> Answer:
@@ -66,6 +68,7 @@ class Answer(NamedTuple):
             len(choices),
             None if reply.logprobs is None else [one.logprob for one in reply.logprobs],
             None if reply.prompt_ids is None else list(reply.prompt_ids),
+            "\\0".join(choice.reasoning for choice in choices),
         )
 
     @property
@@ -128,7 +131,7 @@ def kept(question: Question, answer: Answer, unit: str) -> Iterator[tuple[str, b
         if answer.usage is not None and not params.stop:  # engines count what follows the stop string in its block
             yield "usage", answer.usage == count
     if params.stop and not params.min_tokens:
-        yield "stop", not any(stop in answer.text for stop in params.stop)
+        yield "stop", not any(stop in text for stop in params.stop for text in (answer.reasoning, answer.text))
     if choices > 1:
         yield "n", answer.choices == choices
     if "response_format" in more:
@@ -151,7 +154,7 @@ def _same(one: Asked, answer: Answer) -> object:
 
 
 def _facts(answer: Answer) -> object:
-    return answer.text, answer.finish_reason, answer.usage
+    return answer.text, answer.reasoning, answer.finish_reason, answer.usage
 
 
 def _check_logprobs(asked: Sequence[Asked], noise: float) -> Iterator[RuleCheck]:
@@ -159,13 +162,12 @@ def _check_logprobs(asked: Sequence[Asked], noise: float) -> Iterator[RuleCheck]
     wanted = [one for one in asked if one.question.params.logprobs is not None]
     for one in wanted:
         plain, other = one.plain, one.other
-        for mine, theirs, *values in zip(
-            plain.pieces, other.pieces, plain.logprobs or (), other.logprobs or (), strict=False
-        ):
-            if mine != theirs:
+        values = plain.logprobs or (), other.logprobs or ()
+        for mine, theirs, value, shown in zip_longest(plain.pieces, other.pieces, *values):
+            if mine is None or mine != theirs or value is None:
                 break
             total += 1
-            if abs(values[0] - values[1]) > noise:
+            if shown is None or not abs(value - shown) <= noise:
                 off, example = off + 1, example or f"{one.case}, answer {one.number}"
     if wanted:
         yield RuleCheck(

@@ -25,6 +25,7 @@ LATE = (
     "with overlapped scheduling SGLang penalises a token by those before the last one only; start the plain server "
     "with --disable-overlap-schedule to test them"
 )
+UNTOLD = "SGLang may penalise a token by those before the last one only: its /server_info, which tells, is not found"
 Description = Mapping[str, str | None]  # A report's description of a subject; it holds no secrets
 
 
@@ -144,7 +145,10 @@ class ServerSubject:
         return self._reading().speculates
 
     def wrong_penalties(self) -> str | None:
-        return LATE if self.endpoint.sglang_settings().get("disable_overlap_schedule") is False else None
+        serial = self.endpoint.sglang_settings().get("disable_overlap_schedule")
+        if serial is None:  # an ingress may serve the paths of /v1 alone
+            return UNTOLD if self.endpoint.is_sglang else None
+        return None if serial else LATE
 
     def _reading(self) -> AcceptanceStatistics:
         try:

@@ -27,7 +27,7 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import Case
 
-UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # What many engines write for a token that is no whole character
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # What engines write for tokens that are no whole character; vLLM: nothing
 TOP = 5  # Tokens whose log-probabilities are asked for; a near-tie is between the best ones
 
 NOT_PENALISED = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -162,9 +162,9 @@ def classify(pair: AnswerPair, position: int, *, params: SamplingParams, noise: 
         return ("near-tie" if there is not None and plain.says(there, agreed) else "unstable"), None
     theirs = plain.spelt[1] or _name(there, agreed, other) or _name(there or "", agreed, plain)
     if theirs == own:  # two tokens cannot have one name, unless neither is a whole character
-        if UNREADABLE in own:
-            return "unscored", None
         theirs = None
+    if any(not name or UNREADABLE in name for name in (own, *([theirs] if theirs in known else known))):
+        return "unscored", None  # of the tokens of such a name one log-probability is told
     gap, exact = _gap(known, own, theirs)
     if gap is None:
         return "unscored", None

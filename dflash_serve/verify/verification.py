@@ -15,6 +15,7 @@ from operator import itemgetter
 from zlib import crc32
 
 from dflash_serve.backend import Prompt
+from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
@@ -59,6 +60,7 @@ from dflash_serve.verify.tokens import (
 UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers: the unit of their pieces, and counts
 CHAT_STREAMS = "chat streams ids"  # Name in the store; false: streamed questions are completions of token ids
 PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
+FAILURES = (429, 500, 502, 503, 504)  # Status codes of a server that takes such requests, and fails to answer one
 CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
 Place = tuple[Case, int, int]  # A case, the index of its question, a position in the answers
 Scoring = tuple[Question, list[Piece] | None]
@@ -86,6 +88,7 @@ class Verification:
     ) -> None:
         self.plan, self.prompts, self.pair, self.store, self.progress = plan, prompts, pair, store, progress
         self.refused: dict[str, str] = {}  # case -> the server's reason; asked again by a resumed run
+        self.failed = set[str]()  # refused cases that the plain side answered, and the other one failed to
         self.asked_with = 0  # answers that the speculating side gave in this run
 
     def run(self) -> Findings:
@@ -122,9 +125,10 @@ class Verification:
             rules=(*check_rules(self._asked(), unit, self.plan.noise), *self._repeated()),
             unit=unit,
             is_plain=is_plain,
+            failed=tuple(f"{name}: failed ({self.refused[name]})" for name in optional if name in self.failed),
             scope=(
                 *self.plan.left_out,
-                *(f"{name} ({self.refused[name]})" for name in optional if name in self.refused),
+                *(f"{name} ({self.refused[name]})" for name in optional if name in self.refused.keys() - self.failed),
             ),
         )
 
@@ -146,7 +150,7 @@ class Verification:
         (greedy, *_), context = self.plan.greedy_cases, self.context
         known = [] if case in GREEDY or greedy.name in self.refused else self._answers(WITHOUT, greedy)
         in_chat = self.store.get(CHAT_STREAMS, True)
-        answers = [Known(one.text, one.pieces, None if in_chat else one.prompt_ids) for one in known]
+        answers = [Known(one.reasoning + one.text, one.pieces, None if in_chat else one.prompt_ids) for one in known]
         return questions(self.plan, self.prompts, case, side, answers, context)
 
     def _ask(self, subject: Subject, side: str, cases: Sequence[Case]) -> None:
@@ -189,19 +193,25 @@ class Verification:
         names = {case.name for case, _, _ in wanted}
         try:
             for number, reply in subject.answers([question for _, _, question in wanted]) if wanted else ():
-                case, index, _ = wanted[number]
+                case, index, question = wanted[number]
                 if index is None and case in OPTIONAL and reply.pieces and reply.unit != self.store.get(UNIT):
                     self.refused[case.name] = f"{side} speculation, its answers have {reply.unit}"
                 elif reply.pieces:
                     self._check_unit(side, reply.unit)
                 if index is None:
                     continue
-                self.store.put(_key(side, case, index), list(Answer.of(reply)))
+                answer = Answer.of(reply)
+                if side == WITH and _token_ids(question.prompt) is None:
+                    self._check_prompt(Answer(*self.store[_key(WITHOUT, case, index)]), answer)
+                self.store.put(_key(side, case, index), list(answer))
                 self.asked_with += side == WITH
                 self.progress(f"{side} speculation, {case.name}", 1)
         except RefusedError as error:
             if len(names) == 1:
-                self.refused[names.pop()] = f"{side} speculation, {error.what}"
+                (name,) = names
+                self.refused[name] = f"{side} speculation, {error.what}"
+                if side == WITH and error.status in FAILURES:
+                    self.failed.add(name)
             return False
         return True
 
@@ -211,6 +221,12 @@ class Verification:
         if unit != self.store[UNIT]:
             what = f"the side {side} speculation gives {unit}, the other {self.store[UNIT]}"
             raise UserError(what, where="verify", do="compare two servers of the same engine and version")
+
+    def _check_prompt(self, plain: Answer, other: Answer) -> None:
+        if None not in (plain.prompt_ids, other.prompt_ids) and plain.prompt_ids != other.prompt_ids:
+            what = "the two sides make different tokens of the same prompt"
+            do = "start both with one tokenizer and chat template, and verify within one day if it writes the date"
+            raise UserError(what, where="verify", do=do)
 
     def _answers(self, side: str, case: Case) -> list[Answer]:
         return [Answer(*self.store[_key(side, case, n)]) for n in range(len(self._questions(side, case)))]
@@ -352,7 +368,9 @@ class Verification:
             Question(wanted[n][0], continued.params.model_copy(update={"max_tokens": len(wanted[n][1])}))
             for n in missing
         ]
-        replies = dict(plain.answers(asked)) if asked else {}
+        replies = dict[int, Reply]()
+        with suppress(RefusedError):  # it may refuse so many log-probabilities, or prompts of tokens
+            replies |= plain.answers(asked) if asked else {}
         pieces = {n: AnswerPair(list(reply.pieces), list(wanted[missing[n]][1])) for n, reply in replies.items()}
         parted = {n: at for n, pair in pieces.items() if (at := pair.position) is not None}
         one = continued.params.model_copy(update={"max_tokens": 1})

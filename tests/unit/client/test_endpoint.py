@@ -65,11 +65,55 @@ def test_every_engines_names_of_token_ids_in_chats_are_known(chat: dict[str, Any
     assert (answer.token_ids, answer.prompt_ids) == ((5,), (1, 2))
 
 
-@pytest.mark.parametrize(("overlaps", "wrong"), [(True, True), (False, False), (None, False)])
-def test_sglangs_late_penalties_are_known_by_its_settings(overlaps: bool | None, wrong: bool) -> None:
-    settings = {} if overlaps is None else {"disable_overlap_schedule": not overlaps}
-    with site(lambda path, *_: (200, settings) if settings and path == "/server_info" else (404, {})) as url:
-        assert (ServerSubject(Endpoint(url)).wrong_penalties() is not None) == wrong
+@pytest.mark.parametrize(
+    ("overlaps", "owner", "wrong"),
+    [
+        (True, "sglang", "--disable-overlap-schedule"),
+        (False, "sglang", None),
+        (None, "sglang", "/server_info"),  # an ingress may serve the paths of /v1 alone
+        (None, "vllm", None),
+    ],
+)
+def test_sglangs_late_penalties_are_known_by_its_settings(overlaps: bool | None, owner: str, wrong: str | None) -> None:
+    pages: dict[str, Any] = {"/v1/models": {"data": [{"id": "m", "owned_by": owner}]}}
+    if overlaps is not None:
+        pages["/server_info"] = {"disable_overlap_schedule": not overlaps}
+    with site(lambda path, *_: (200, pages[path]) if path in pages else (404, {})) as url:
+        told = ServerSubject(Endpoint(url)).wrong_penalties()
+    assert (told is None) == (wrong is None)
+    assert (wrong or "") in (told or "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "", "reasoning_content": "so"},  # SGLang
+        {"content": None, "reasoning": "so"},  # vLLM
+        {"content": None, "reasoning": "so", "reasoning_content": "so"},
+    ],
+)
+def test_the_text_of_a_reasoning_parser_is_read(message: dict[str, Any]) -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        if not body.get("stream"):
+            return 200, {"choices": [{"message": message, "token_ids": [5, 6]}]}
+        deltas = [{"role": "assistant", "content": ""}, message, {"content": "42"}]
+        events = [{"choices": [{"delta": delta, "token_ids": [5]}], "error": None} for delta in deltas]
+        return 200, ": keep-alive\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+    with server(answer) as (url, _):
+        whole, streamed = (Endpoint(url).complete(HELLO, GREEDY, more) for more in (None, {"stream": True}))
+    assert [(one.reasoning, one.text) for one in (whole, streamed)] == [("so", ""), ("so", "42")]
+
+
+def test_an_error_within_a_stream_is_a_refusal_with_its_message() -> None:
+    events = [{"choices": [{"text": "a"}]}, {"error": {"message": "out of\nmemory", "code": 503}}]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    with (
+        server(lambda _: (200, stream)) as (url, _),
+        pytest.raises(RefusedError, match="HTTP 503: out of memory") as no,
+    ):
+        Endpoint(url).complete("hello", GREEDY, {"stream": True})
+    assert no.value.status == 503
 
 
 def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
@@ -124,7 +168,14 @@ def test_what_is_set_is_sent_and_defaults_that_servers_disagree_on_are_not() -> 
         Endpoint(url, "mine").complete("hello", params)
     sent = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "stop": ["x"], "logit_bias": {"7": 1.5}, "model": "mine"}
     assert asked[0] | sent == asked[0]
-    assert not {"top_k", "min_p", "repetition_penalty", "logprobs"} & set(asked[0])
+    assert not {"top_k", "min_p", "logprobs"} & set(asked[0])
+
+
+def test_penalties_are_those_of_the_request_and_not_of_the_models_own_generation_config() -> None:
+    with server(lambda _: completion(token_ids=[5])) as (url, asked):
+        Endpoint(url).complete("hello", GREEDY)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert asked[0] | neutral == asked[0]
 
 
 def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

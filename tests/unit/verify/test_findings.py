@@ -76,6 +76,7 @@ TOP_K = next(case.name for case in SAMPLED if case.params.top_k)
         ([tokens(LOAD.name, "unstable", prompts=100)], [], [], [], ()),  # one in a hundred may be rounding
         ([tokens(STREAMED.name, "fault")], [], [], ["text"], ()),
         ([tokens(LONG.name, "near-tie", compared=16)], [], [], [], ("long answers beyond 16 of 100 tokens",)),
+        ([tokens(STREAMED.name, "near-tie", compared=16)], [], [], [], ("streamed beyond 16 of 100 tokens",)),
         ([tokens(LONG.name, "near-tie", compared=16), tokens(CONTINUED[LONG.name].name, "unscored")], [], [], [], ()),
         (
             [tokens(LONG.name, "near-tie"), tokens(CONTINUED[LONG.name].name, "fault")],
@@ -152,6 +153,10 @@ def test_what_proves_nothing_could_not_be_told(comparison: TokenComparison | Dis
 def test_answers_without_a_token_prove_nothing() -> None:
     reasons = found(tokens(PLAIN, tokens=0), tokens(WITH_PENALTIES, tokens=0)).reasons
     assert reasons == ("no greedy answer has any token",)
+
+
+def test_a_case_that_only_speculation_fails_in_leaves_the_verdict_open() -> None:
+    assert found(failed=("short answers under load: failed",)).verdict == "could not tell"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ def test_another_token_under_the_same_name_is_no_near_tie() -> None:
     assert kind(plain, ScoredAnswer([1, 2, 4], piece, -0.1, {}))[0] == "unscored"
 
 
+@pytest.mark.parametrize("piece", ["", "\N{REPLACEMENT CHARACTER}"])  # vLLM 0.32 writes nothing
+def test_tokens_that_are_no_whole_character_share_a_name_and_prove_no_fault(piece: str) -> None:
+    both = ScoredAnswer([1, 2, 3], piece, -0.7, {piece: -0.75, "five": -4.0})
+    assert kind(both, ScoredAnswer([1, 2, 4], piece, -0.7, {}))[0] == "unscored"
+    other = ScoredAnswer([1, 2, 3], "three", -0.7, {"three": -0.7, piece: -5.0, "five": -4.0})  # piece: the worst one's
+    assert kind(other, ScoredAnswer([1, 2, 4], piece, -0.7, {}))[0] == "unscored"
+    assert kind(other, None)[0] == "unscored"
+
+
 def test_a_side_that_cannot_say_it_again_is_not_guessed_at() -> None:
     plain = scored([1, 2, 3], three=-0.7, four=-0.71)
     assert kind(None, scored([1, 2, 4]))[0] == "unscored"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,10 @@ from dflash_serve.backend import Prompt
 from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.questions import CONTINUED, FEWEST, LOAD, LONG, STREAMED, Question, VerifyPlan
+from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
 
@@ -73,16 +76,75 @@ def _top(at: int) -> tuple[tuple[str, float], ...]:
     return (*best, ("<5>", -3.0 - tied))
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_answers_are_scored_that_no_reply_tells_the_prompt_of(streams: bool) -> None:
-    plain, speculating = RoundedServer(False, streams), RoundedServer(True, streams)
+def verified(plain: RoundedServer, speculating: RoundedServer, store: Store | None = None) -> Findings:
     pair = SubjectPair(lambda: nullcontext(speculating), lambda: nullcontext(plain), dtype="bfloat16")
     plan = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=FEWEST, dtype="bfloat16")
     messages = [[{"role": "user", "content": str(number)}] for number in range(6)]
+    return Verification(plan, messages, pair, store or Store(None, {})).run()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_answers_are_scored_that_no_reply_tells_the_prompt_of(streams: bool) -> None:
     store = Store(None, {})
-    found = Verification(plan, messages, pair, store).run()
+    found = verified(RoundedServer(False, streams), RoundedServer(True, streams), store)
     differences = {one.case: one.differences for one in found.exact}
     for case in (LOAD, STREAMED, LONG, CONTINUED[LONG.name]):
         assert differences[case.name]
         assert {(one.kind, one.gap) for one in differences[case.name]} == {("near-tie", GAP)}
     assert "with/greedy/0/again" in store, "refused are those with penalties alone, which need a logit_bias"
+
+
+class FailingServer(RoundedServer):
+    """A server that fails to answer a prompt of one token, after it answered the try."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        if len(questions) > 1 and any(len(question.prompt) == 2 for question in questions):
+            raise RefusedError("HTTP 500: Internal Server Error", where="load", status=500)
+        yield from super().answers(questions, top_logprobs=top_logprobs)
+
+
+def test_a_case_that_fails_with_speculation_alone_is_a_reason_and_not_only_untested() -> None:
+    found = verified(RoundedServer(False, True), FailingServer(True, True))
+    assert f"{LOAD.name}: failed (with speculation, HTTP 500: Internal Server Error)" in found.reasons
+    assert not any(LOAD.name in one for one in found.scope)
+
+
+class TerseServer(RoundedServer):
+    """A plain server that refuses log-probabilities of its own tokens as prompts."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        if any(question.params.logprobs for question in questions):
+            raise RefusedError("logprobs: at most 1", where="logprobs", status=400)
+        yield from super().answers(questions, top_logprobs=top_logprobs)
+
+
+def test_a_server_that_refuses_to_continue_answers_gets_a_verdict_all_the_same() -> None:
+    found = verified(TerseServer(False, True), RoundedServer(True, True))
+    assert not {case.name for case in CONTINUED.values()} & {one.case for one in found.exact}
+
+
+class OtherTemplate(RoundedServer):
+    """A server whose chat template begins with another token."""
+
+    def _reply(self, question: Question, in_chat: bool, streamed: bool, scored: bool) -> Reply:
+        reply = super()._reply(question, in_chat, streamed, scored)
+        return reply if reply.prompt_ids is None else replace(reply, prompt_ids=(2, *reply.prompt_ids))
+
+
+def test_sides_with_different_chat_templates_are_told_and_no_fault() -> None:
+    with pytest.raises(UserError, match="different tokens of the same prompt"):
+        verified(RoundedServer(False, True), OtherTemplate(True, True))
+
+
+class ThinkingServer(RoundedServer):
+    """A server with a reasoning parser, whose chats are all reasoning."""
+
+    def _reply(self, question: Question, in_chat: bool, streamed: bool, scored: bool) -> Reply:
+        reply = super()._reply(question, in_chat, streamed, scored)
+        return replace(reply, text="", reasoning=reply.text) if in_chat else reply
+
+
+def test_reasoning_is_continued_and_stopped_as_other_answers_are() -> None:
+    found = verified(ThinkingServer(False, True), ThinkingServer(True, True))
+    assert next(one.prompts for one in found.exact if one.case == LONG.name) > 0
+    assert "stop" in {one.rule for one in found.rules}

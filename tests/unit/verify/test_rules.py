@@ -1,0 +1,52 @@
+"""Facts beside the tokens: an answer without them is not taken for one that has them right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dflash_serve.client.endpoint import Reply, ScoredToken
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.questions import LOGPROBS, Question
+from dflash_serve.verify.rules import Answer, Asked, RuleCheck, check_rules
+
+IDS = (5, 6, 7)
+NOISE = 3e-4
+
+
+def checked(params: SamplingParams, plain: Reply, other: Reply) -> dict[str, RuleCheck]:
+    asked = Asked("a case", 1, Question("hello", params), False, Answer.of(plain), Answer.of(other))
+    return {check.rule: check for check in check_rules([asked], "token ids", NOISE)}
+
+
+def scored(*logprobs: float) -> Reply:
+    return Reply("a b c", IDS, tuple(ScoredToken("a", value) for value in logprobs) or None)
+
+
+@pytest.mark.parametrize(
+    ("given", "broken"),
+    [((-0.5, -1.0, -2.0), 0), ((), 3), ((-0.5,), 2), ((-0.5, -1.0, float("nan")), 1), ((-0.5, -1.0, -2.5), 1)],
+)
+def test_log_probabilities_that_are_missing_with_speculation_are_broken(given: tuple[float, ...], broken: int) -> None:
+    check = checked(LOGPROBS.params, scored(-0.5, -1.0, -2.0), scored(*given))["log-probabilities"]
+    assert (check.answers, check.broken, check.honoured) == (3, broken, True)
+
+
+def test_log_probabilities_that_the_plain_side_does_not_give_are_no_rule() -> None:
+    assert not checked(LOGPROBS.params, scored(), scored(-0.5))["log-probabilities"].honoured
+
+
+@pytest.mark.parametrize(
+    ("params", "rule", "changes"),
+    [
+        (SamplingParams(temperature=0), "text", {"reasoning": "so, not"}),
+        (SamplingParams(temperature=0, stop=("not",)), "stop", {"reasoning": "so, not"}),
+    ],
+)
+def test_the_text_of_a_reasoning_parser_keeps_the_rules_of_an_answer(
+    params: SamplingParams, rule: str, changes: dict[str, Any]
+) -> None:
+    plain = Reply("", IDS, reasoning="so")
+    assert not checked(params, plain, plain)[rule].broken
+    assert checked(params, plain, Reply("", IDS, **changes))[rule].broken == 1
