@@ -91,4 +91,5 @@ FACTS = EngineFacts(
     ),
     errors=("{{pod}}", rate("trtllm_request_error_total", by="pod")),
     read_acceptance=read_acceptance,
+    environment={"TRTLLM_NO_USAGE_STATS": "1"},
 )

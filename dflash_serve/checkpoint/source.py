@@ -23,6 +23,7 @@ PROVENANCE = "provenance.json"  # file beside a drafter's weights: its training 
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Patterns of files that are fetched from the hub: never code, never pickle."""
+COPIES = "*/*.safetensors"  # Weights in folders of a repository are further copies: gpt-oss has `original/`
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -92,7 +93,8 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
             do=probably_meant(name, absent=False) or "pip install 'dflash-serve[torch]', or give a folder",
         ) from None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files or DRAFTER_FILES))
+        wanted = [*(files or DRAFTER_FILES)]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=COPIES))
     except Exception as error:  # the hub's own, httpx's and the system's errors all mean that it cannot be fetched
         what = f"not a folder, and the hub does not give it ({first_line(error)})"
         raise UserError(what, where=name, do=_way_out(name, error)) from None

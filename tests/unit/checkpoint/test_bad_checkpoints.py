@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -189,7 +191,10 @@ def test_an_id_is_fetched_at_its_revision_without_code_or_pickles(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     load_drafter("z-lab/some-DFlash", revision="abc")
-    assert asked == {"name": "z-lab/some-DFlash", "revision": "abc", "allow_patterns": ["*.json", "*.safetensors"]}
+    patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": "*/*.safetensors"}
+    assert asked == {"name": "z-lab/some-DFlash", "revision": "abc", **patterns}
+    stored = ["config.json", "model-1.safetensors", "original/model.safetensors"]
+    assert [*filter_repo_objects(stored, **patterns)] == stored[:2], "gpt-oss has its weights twice"
 
 
 def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
