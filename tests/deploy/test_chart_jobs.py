@@ -268,7 +268,7 @@ def test_code_is_downloaded_only_where_an_engine_is_told_to_run_it(
     """Kimi's tokenizer is code; a server is offline, and could not get it later."""
     patterns: list[bool] = []
 
-    def fetched(_: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetched(_: str, *, revision: str | None, allow_patterns: list[str], **__: object) -> str:
         patterns.append("*.py" in allow_patterns)
         return str(revision)
 
