@@ -11,7 +11,8 @@ The bound (`questions.NOISE`) is not taken from the two sides that are compared,
 bound. It was measured with SmolLM2-135M on the embedded engine, blocks of 8 rows against single rows on a CPU with AMX,
 ten prompts of the bundled set. The gap between two of the five best tokens moved by up to 7.6e-5 in float32 (375
 positions); the bound is four times that. In bfloat16 it moved by up to 0.63 (286 positions; answers parted at gaps of
-at most 0.125); the bound is a fifth more. A fault that moves logits by less than the bound of bfloat16 passes as a
+at most 0.125). With rounding that depends on the number of rows, as GPUs have it, and penalties, answers parted at a
+gap of 0.875; the bound is a fifth more. A fault that moves logits by less than the bound of bfloat16 passes as a
 near-tie: verify in float32 to find it.
 """
 
