@@ -16,7 +16,7 @@ from dflash_serve.server_adapter import DRAFT, SECRETS, DraftForm, ServerAdapter
 from .checks import problems
 from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
-from .launch_plan import DSPARK, WIDTH_VARIABLE, SGLangPlan, dialect_of, head_problems
+from .launch_plan import DSPARK, REPLAY, WIDTH_VARIABLE, SGLangPlan, dialect_of, head_problems
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
@@ -24,7 +24,6 @@ LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
-REPLAY = "enable-linear-replayssm-spec"  # SGLang's flag
 DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
 
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone

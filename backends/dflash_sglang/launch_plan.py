@@ -20,6 +20,7 @@ DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
 WIDTH_VARIABLE = f"{ENV_PREFIX}SPECULATION__WIDTH"
 """The Deployment's own variable, by which the plug-in is told the width: `auto`, or a number."""
+REPLAY = "enable-linear-replayssm-spec"  # SGLang's flag: one recurrent state for a request instead of one for a slot
 AUTO = 0  # value of `asked_width` for an automatic width
 ANY_WIDTH = ("qwen3", "nemotron_h")
 """Families whose recurrent layers (gated delta nets, Mamba2) keep a state for every slot, and so verify any width."""
@@ -111,7 +112,7 @@ class SGLangPlan(LaunchPlan):
         yield "--enable-two-batch-overlap", "enable-two-batch-overlap" in given
         yield "--enable-pdmux", "enable-pdmux" in given
         yield "context-parallel attention", not sizes <= {"1"}
-        yield "--enable-linear-replayssm-spec", recurrent and "enable-linear-replayssm-spec" in given
+        yield f"--{REPLAY}", recurrent and REPLAY in given
         mamba = self.target.shape.model_type.startswith("nemotron_h")
         yield "--mamba-backend flashinfer", mamba and given.get("mamba-backend") == "flashinfer"
         yield "an NPU", str(given.get("device", "")).startswith("npu")

@@ -112,7 +112,7 @@ OTHER_INNER = {
         *("enable_fused_confidence_scheduler", "load_format", "moe_backend", "moe_tactic", "spec_dec_variant"),
     ),
 }  # fmt: skip
-"""The same for the keys of a section."""
+"""Section of config.yaml -> its keys that our mirror does not have."""
 IN_CONFIG = ("max_beam_width", "num_postprocess_workers", "trust_remote_code")
 """Options that are keys of config.yaml, as in NVIDIA's curated files: Dynamo has no such options, and reads that."""
 PARSERS = ParserNames(

@@ -28,7 +28,8 @@ FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "
 """Format -> words in a checkpoint's quantisation recipe that identify it."""
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts", "num_experts_per_token")
-RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "mlp", "moe")
+MLPS = ("mlp", "moe")  # prefixes of layers that are an MLP alone (Nemotron-H)
+RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", *MLPS)
 """Prefixes of names in `layer_types` for layers without keys and values."""
 WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}  # Layer type -> key of its window
 KINDS = ("layer_types", "layers_block_type", "attn_type_list")
@@ -49,7 +50,7 @@ STATES = (
     ("mamba_expand", "hidden_size", "mamba_d_state"),  # Bamba, Granite, Falcon-H1, Jamba
 )
 """Keys whose product is the number of values in one layer's recurrent state."""
-STATELESS = ("mlp", "moe", "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
+STATELESS = (*MLPS, "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
 ALTERNATION = {"gemma2": 2, "gemma3_text": 6, "llama4_text": 4}
 """Model type -> each how many layers one is of full attention, where config.json does not say it."""
 QUANTISING_ATTENTION = ("fp8", "nvfp4")
@@ -145,16 +146,20 @@ def _first(fields: Mapping[str, object], keys: Sequence[str]) -> int:
 
 
 class CachedLayer(NamedTuple):
-    """What one layer keeps of a sequence."""
+    """The cache of one layer for one sequence."""
 
     width: int  # numbers of an entry: keys and values of all heads, or a latent vector
     window: int | None = None  # tokens that it keeps; None = the whole sequence
     tokens: int = 1  # tokens that one entry stands for
     index_bytes: int = 0  # bytes of an entry that chooses which tokens are attended; it has a format of its own
 
+    def entries(self, tokens: int) -> float:
+        """Entries for a sequence of `tokens` tokens."""
+        return min(self.window or tokens, tokens) / self.tokens
+
     def bytes(self, each: float, tokens: int) -> float:
         """Bytes for a sequence of `tokens` tokens, with `each` bytes for a number."""
-        return min(self.window or tokens, tokens) / self.tokens * (self.width * each + self.index_bytes)
+        return self.entries(tokens) * (self.width * each + self.index_bytes)
 
 
 @dataclass(frozen=True)
@@ -393,7 +398,7 @@ def _state_bytes(inner: Mapping[str, object]) -> int:
 
 
 def _recurrent(inner: Mapping[str, object]) -> bool:
-    keeping = [kind for kind in layer_kinds(inner) if not kind.startswith(("mlp", "moe"))]
+    keeping = [kind for kind in layer_kinds(inner) if not kind.startswith(MLPS)]
     return any(kind.startswith(RECURRENT_LAYERS) for kind in keeping) or any(map(inner.get, RECURRENT_KEYS))
 
 
@@ -442,7 +447,7 @@ def _mlps(inner: Mapping[str, object], kinds: Sequence[str]) -> tuple[int, int, 
 
 def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
     # What is not the MLP in a layer: attention, or a recurrence of the sizes that are known, else taken to be as large.
-    if kind.startswith(("mlp", "moe")):
+    if kind.startswith(MLPS):
         return 0
     heads, groups = _size(inner, "linear_num_value_heads"), _size(inner, "linear_num_key_heads")
     if kind == "linear_attention" and heads and groups:  # Qwen3-Next, Qwen3.5: q, k; v, its gate and the output

@@ -194,7 +194,7 @@ class Roofline:
         # `each`: multiplications of one head's query with one token's keys and values.
         layout, tensor = self.pair.layout, self.split.tensor
         cached = tensor * _kv_bytes(self.pair, tensor, context) + 2 * layout.state_bytes
-        attended = sum(min(one.window or context, context) / one.tokens for one in layout.kv_layers)
+        attended = sum(layer.entries(context) for layer in layout.kv_layers)
         multiplied = layout.active_parameters + attended * layout.attention_heads * each
         rows = batch * width
         return self._pass(self._weights(rows), multiplied, rows, batch * cached, layout.shape.num_layers)

@@ -72,7 +72,7 @@ MUSE_GLIMMER: Raw = {
     **{"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "dtype": "bfloat16"},
     **{"target_layer_ids": [1, 13, 25, 37, 49], "transformers_version": "5.15.0.dev0"},
 }
-"""What transformers fixes in its class, such as the vocabulary, is not in the file."""
+"""The file lacks keys that are fixed in the class of transformers, such as the vocabulary size."""
 
 
 NEMOTRON_DSPARK: Raw = {

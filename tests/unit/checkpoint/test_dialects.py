@@ -36,7 +36,7 @@ QWEN35: Keys = {
         **QUARTER,
     },
 }
-"""What DeepSpec's drafters of Qwen3.5 copy from their target."""
+"""Keys that DeepSpec copies from a Qwen3.5 target into its drafter."""
 QWEN3_MOE: Keys = {
     **{"decoder_sparse_step": 1, "mlp_only_layers": [0], "moe_intermediate_size": 768, "norm_topk_prob": True},
     **{"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001},

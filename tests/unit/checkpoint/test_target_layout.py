@@ -142,7 +142,7 @@ DEEPSEEK_V4: dict[str, object] = {
     "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
     "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"},
 }  # fmt: skip
-"""Of DeepSeek-V4-Flash. The last of its ratios is of the layer that predicts a second token."""
+"""DeepSeek-V4-Flash's config.json. The last ratio belongs to the layer that predicts a second token."""
 
 
 def test_vectors_of_compressed_tokens_are_counted(tmp_path: Path) -> None:
