@@ -15,6 +15,14 @@ ENVIRONMENT = $(1)/bin/python -m pip --version > /dev/null 2>&1 \
 test% unit bench%: export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY := 1
 
+# `make test CPU=avx2` runs the tests as a CPU without AVX-512 does: PyTorch's operators, oneDNN (which then has no bfloat16)
+# and our own kernels.
+ifeq ($(CPU),avx2)
+export ATEN_CPU_CAPABILITY := avx2
+export ONEDNN_MAX_CPU_ISA := AVX2
+export CXXFLAGS := -march=x86-64-v3
+endif
+
 .PHONY: demo test lint types unit clean bench
 
 demo: .venv/demo

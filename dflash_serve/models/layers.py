@@ -129,13 +129,13 @@ def _name(dtype: torch.dtype) -> str:
 def compiled_linear(linear: nn.Linear) -> CompiledLinear | None:
     """A CPU's layer in our layout, if the kernels can be compiled.
 
-    None for other dtypes, for an input size that does not fill whole words, and in bfloat16 on a CPU with matrix units
-    (AMX), which oneDNN uses and our kernels do not.
+    None for other dtypes, for an input size that does not fill whole words, and in bfloat16 where oneDNN uses the CPU's
+    matrix units (AMX), which our kernels do not.
     """
     dtype = linear.weight.dtype
     if dtype not in PER_WORD or linear.in_features % PER_WORD[dtype] or load_kernels() is None:
         return None
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and _onednn_packs(dtype):
         return None
     return CompiledLinear(linear)
 

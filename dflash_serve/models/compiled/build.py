@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -83,6 +84,7 @@ def _key(compiler: str) -> str:
         *sources,
         *(_source(name).read_text(encoding="utf-8") for name in HEADERS),
         *COMPILE,
+        *_added_flags(),
         _output(compiler, "--version"),
         processor(),
         torch.__version__,
@@ -97,9 +99,14 @@ def _build(compiler: str, path: Path) -> None:
         compiled, library = [], Path(scratch) / "kernels.so"
         for name, flags in SOURCES.items():
             compiled.append(str(Path(scratch) / name) + ".o")
-            _output(compiler, *COMPILE, *flags, str(_source(name)), "-o", compiled[-1])
+            _output(compiler, *COMPILE, *flags, *_added_flags(), str(_source(name)), "-o", compiled[-1])
         _output(compiler, "-shared", *compiled, "-o", str(library))
         library.replace(path)
+
+
+def _added_flags() -> list[str]:
+    # As make and CMake take it: `CXXFLAGS=-march=x86-64-v3` compiles for a CPU without AVX-512.
+    return shlex.split(os.environ.get("CXXFLAGS", ""))
 
 
 def _source(name: str) -> Path:

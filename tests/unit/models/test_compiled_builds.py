@@ -53,7 +53,7 @@ def test_products_of_every_vector_length(level: str, tmp_path: Path, monkeypatch
     if not LEVELS[level]():
         pytest.skip("not a processor for it")
     path = tmp_path / "kernels.so"
-    monkeypatch.setattr(build, "COMPILE", flags_for(level))
+    monkeypatch.setenv("CXXFLAGS", f"-march={level}")
     monkeypatch.setattr(build, "SOURCES", {"linear.cpp": SOURCES["linear.cpp"]})
     build._build(COMPILER, path)
     monkeypatch.setattr(layers, "load_kernels", lambda: ctypes.CDLL(str(path)))
@@ -69,3 +69,11 @@ def test_products_of_every_vector_length(level: str, tmp_path: Path, monkeypatch
                 out = ours(x)
                 assert_is_product(out, plain, x)
                 assert torch.equal(out[-1:], ours(x[-1:]))
+
+
+def test_kernels_compiled_with_other_flags_are_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that plays a CPU without AVX-512 would load what was compiled with it."""
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    native = build._key(COMPILER)
+    monkeypatch.setenv("CXXFLAGS", "-march=x86-64-v3")
+    assert build._key(COMPILER) != native

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dflash_serve.models import layers
 from dflash_serve.models.compiled.build import find_compiler
 from dflash_serve.models.layers import CompiledLinear, PackedLinear, compiled_linear, pack_linear
 from tests.support.linear_layers import assert_is_product
@@ -115,21 +116,24 @@ def test_rows_of_another_layer_are_refused(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "dtype", "amx", "ours"),
+    ("inputs", "dtype", "amx", "packs", "ours"),
     [
-        (64, torch.float32, False, True),
-        (63, torch.float32, False, True),
-        (64, torch.bfloat16, False, True),
-        (63, torch.bfloat16, False, False),
-        (64, torch.float64, False, False),
-        (64, torch.float32, True, True),
-        (64, torch.bfloat16, True, False),
+        (64, torch.float32, False, True, True),
+        (63, torch.float32, False, True, True),
+        (64, torch.bfloat16, False, True, True),
+        (63, torch.bfloat16, False, True, False),
+        (64, torch.float64, False, True, False),
+        (64, torch.float32, True, True, True),
+        (64, torch.bfloat16, True, True, False),
+        (64, torch.bfloat16, True, False, True),
     ],
 )
 def test_what_is_not_ours_is_left_to_onednn(
-    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, amx: bool, ours: bool
+    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, amx: bool, packs: bool, ours: bool
 ) -> None:
+    """Also where the CPU has matrix units and oneDNN was told not to use them."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(layers, "_onednn_packs", lambda dtype: packs)
     linear = nn.Linear(inputs, 8, dtype=dtype)
     assert (compiled_linear(linear) is not None) == ours
 
