@@ -30,12 +30,13 @@ demo: .venv/demo
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
 # The environments are made side by side. The suites follow one another, but for two that need little memory: SGLang's and
-# vLLM's servers take more than 10 GB each.
+# vLLM's servers take more than 10 GB each. SERVERS names those that run last.
+SERVERS ?= test-sglang test-vllm
 test:
 	$(MAKE) --jobs=4 environments
 	$(MAKE) lint types unit
 	$(MAKE) --jobs=2 --output-sync=target test-deploy test-clients
-	$(MAKE) test-sglang test-vllm
+	$(MAKE) $(SERVERS)
 
 .PHONY: environments
 environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready .venv-clients/ready
@@ -103,10 +104,15 @@ test-engines: .venv-engines/ready
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_CPU := tests/support/sglang_cpu
 
-.PHONY: test-sglang
+SGLANG_CONTRACT := tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
+  tests/contract/test_engine_faults.py
+
+.PHONY: test-sglang sglang-contract
 test-sglang: .venv-sglang/ready
-	$(SGLANG_BIN)/$(PYTEST) tests/sglang tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
-	  tests/contract/test_engine_faults.py
+	$(SGLANG_BIN)/$(PYTEST) tests/sglang $(SGLANG_CONTRACT)
+
+sglang-contract: .venv-sglang/ready
+	$(SGLANG_BIN)/$(PYTEST) $(SGLANG_CONTRACT)
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)
