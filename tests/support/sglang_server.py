@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     **FACTS.environment,
 }
-PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "300"))
+PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
 AT_ONCE = 3
 """Servers side by side, of 3 GB each: most of a start is one thread that imports."""

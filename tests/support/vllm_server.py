@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "420"))
+PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
 CROWD = 16
 """Requests that a server takes at once."""
