@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from dflash_serve.backend import backend, installed
-from dflash_serve.common.http import Connection
+from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.slot_counters import PREFIX
@@ -155,9 +155,15 @@ def _read(server: Connection) -> ServerReading:
     # by the server's own page, or by that of SGLang's router
     scrape = Scrape(server.text, server.base)
     found = reading_of(scrape)
-    if found.engine is None and (workers := _worker_pages(scrape.text(ROUTER))):
-        return ServerReading.of_workers({name: reading_of(Scrape({"/metrics": page}.get)) for name, page in workers})
-    return found
+    if found.engine is not None:
+        return found
+    try:
+        workers = _worker_pages(scrape.text(ROUTER))
+    except RefusedError as error:
+        if error.status < 500:
+            raise
+        return found  # it cannot read its workers: with --dp-aware it never can
+    return ServerReading.of_workers(workers) if workers else found
 
 
 def _base(url: str) -> str:
@@ -165,8 +171,8 @@ def _base(url: str) -> str:
     return next((url.removesuffix(page) for page in PAGES if url.endswith(page)), url)
 
 
-def _worker_pages(page: str) -> list[tuple[str, str]]:
-    # the workers in a page of SGLang's router, each with its metrics by their engines' own names
+def _worker_pages(page: str) -> dict[str, ServerReading]:
+    # the workers in a page of SGLang's router, each read with its metrics by their engine's own names
     names = [PREFIX, *(backend(name).facts.metrics.generated for name in installed())]
     prefixes = sorted({name.split(":")[0] for name in names if ":" in name}, key=len, reverse=True)
     spelt = re.compile(f"({'|'.join(prefixes)})_")
@@ -175,7 +181,8 @@ def _worker_pages(page: str) -> list[tuple[str, str]]:
         if (worker := WORKER.search(line)) and not line.startswith("#"):
             own = spelt.match(line)
             lines[worker[1]].append(f"{own[1]}:{line[own.end() :]}" if own else line)
-    return [(worker, "".join(f"{line}\n" for line in each)) for worker, each in lines.items()]
+    pages = {worker: "".join(f"{line}\n" for line in each) for worker, each in lines.items()}
+    return {worker: reading_of(Scrape({"/metrics": page}.get)) for worker, page in pages.items()}
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:

@@ -393,6 +393,16 @@ def test_counts_of_several_workers_are_of_those_that_ran_all_the_time_or_unknown
     assert (between.verifications, between.engine) == (drafts, "x")
 
 
+@pytest.mark.parametrize("answer", [(404, ""), (200, ""), (500, "All backend requests failed")])
+def test_a_router_that_shows_no_metrics_of_its_workers_asks_for_their_addresses(answer: tuple[int, str]) -> None:
+    """The last one is what sglang-router 0.3.2 answers where it was started with --dp-aware."""
+    with (
+        site(lambda path, *_: answer if path == "/engine_metrics" else (404, "")) as url,
+        pytest.raises(UserError, match=r"shows no metrics .* give --metrics-url for each worker"),
+    ):
+        MetricsSource(url).require()
+
+
 def test_a_worker_without_metrics_is_named_with_the_option_that_takes_its_address() -> None:
     with site(lambda *_: (200, SCRAPED)) as one, site(lambda *_: (200, "up 1\n")) as two:
         with pytest.raises(UserError, match=r"--enable-metrics.* --with-metrics-url .*DYN_SYSTEM_PORT") as caught:
