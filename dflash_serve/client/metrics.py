@@ -41,7 +41,7 @@ class ServerReading:
     running: float | None = None  # Requests in the batch
     queued: float | None = None  # Waiting requests
     kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
-    workers: Mapping[str, ServerReading] = field(default_factory=dict)  # Readings by worker, if it has several pages
+    workers: Mapping[str, ServerReading] | None = None  # Readings by worker; None = it has one page of its own
 
     @classmethod
     def unknown(cls) -> ServerReading:
@@ -71,12 +71,16 @@ class ServerReading:
 
     def since(self, earlier: ServerReading) -> AcceptanceStatistics:
         """The acceptance between two readings; unknown if a worker restarted, came or went meanwhile."""
-        if self.workers.keys() != earlier.workers.keys():
+        if not self.same_workers(earlier):
             return AcceptanceStatistics.unknown(self.engine)
-        if not self.workers:
+        if self.workers is None or earlier.workers is None:
             return self.acceptance.since(earlier.acceptance)
-        pairs = ((now, earlier.workers[name]) for name, now in self.workers.items())
-        return _total((now.since(before), now.is_unused) for now, before in pairs)
+        pairs = [(now, earlier.workers[name]) for name, now in self.workers.items()]
+        return _total((now.since(before), now.is_unused and before.is_unused) for now, before in pairs)
+
+    def same_workers(self, other: ServerReading) -> bool:
+        """True if both readings are of the same workers."""
+        return (self.workers or {}).keys() == (other.workers or {}).keys()
 
 
 def _total(each: Iterable[tuple[AcceptanceStatistics, bool]]) -> AcceptanceStatistics:
@@ -186,11 +190,16 @@ def _worker_pages(page: str) -> dict[str, ServerReading]:
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:
-    """A server's acceptance; arguments and errors as for `MetricsSource`.
+    """A server's acceptance; arguments and errors as for `read_server`.
 
     All counts are unknown if the server has no metrics (SGLang without --enable-metrics).
     """
-    return MetricsSource(url, api_key=api_key, timeout=timeout).read().acceptance
+    return read_server(url, api_key=api_key, timeout=timeout).acceptance
+
+
+def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
+    """Reads acceptance, load and tokens of a server once; arguments and errors as for `MetricsSource`."""
+    return MetricsSource(url, api_key=api_key, timeout=timeout).read()
 
 
 def reading_of(scrape: Scrape) -> ServerReading:
@@ -245,9 +254,9 @@ class LiveFigures:
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
         """The figures between two readings; a restart in between leaves counts unknown."""
         seconds, acceptance = now.seconds - before.seconds, now.since(before)
-        rate, same = None, now.workers.keys() == before.workers.keys()
-        if same and before.generated is not None and now.generated is not None and now.generated >= before.generated:
-            rate = (now.generated - before.generated) / seconds
+        rate, first, last = None, before.generated, now.generated
+        if now.same_workers(before) and first is not None and last is not None and last >= first:
+            rate = (last - first) / seconds
         steps = acceptance.steps
         return cls(
             engine=now.engine,

@@ -119,12 +119,10 @@ class FakeSglang:
         self.steps += tokens // 2  # the first token is the prefill's, and a step gains up to two
 
     def _stream(self, choice: Body, usage: Body) -> str:
-        said = choice.pop("message", None)
-        parts = [{"delta": said}] if said is not None else [{"text": choice.pop("text")}]
-        parts = [{**choice, **parts[0], "finish_reason": None}, {**parts[0], **choice}]
-        parts[1] |= {"delta": {}} if said is not None else {"text": ""}
-        for name in ("logprobs", "token_ids"):
-            parts[1].pop(name, None)
+        chat = "message" in choice
+        said: Body = {"delta": choice.pop("message")} if chat else {"text": choice.pop("text")}
+        last: Body = {"index": 0, "finish_reason": choice["finish_reason"], **({"delta": {}} if chat else {"text": ""})}
+        parts = [{**choice, **said, "finish_reason": None}, last]
         events: list[Body] = [{"id": "1", "model": "toy", "choices": [part]} for part in parts]
         events.append({"id": "1", "model": "toy", "choices": [], "usage": usage})
         if self.cuts > 0:

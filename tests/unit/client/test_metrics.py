@@ -349,7 +349,7 @@ def test_the_router_page_of_sglang_is_read_by_worker_and_summed() -> None:
     assert known(found.acceptance) == ("SGLang with dflash-serve", 60, 120, 60, 2.0, [0.8, 0.2])
     assert (found.engine, found.running, found.generated, found.queued) == ("SGLang with dflash-serve", 4, 140, None)
     assert found.kv_cache_usage == pytest.approx(0.3)
-    assert [one.running for one in found.workers.values()] == [3, 1]
+    assert [one.running for one in (found.workers or {}).values()] == [3, 1]
 
 
 def test_sglangs_own_counters_are_read_from_the_page_of_its_router_too() -> None:
@@ -365,7 +365,7 @@ def test_addresses_of_metrics_may_be_those_of_their_pages_and_each_counts_once(t
     with front as url, worker as one, site(lambda *_: (200, VLLM)) as two:
         found = MetricsSource(url, (one + tail, two + tail, one)).require()
         assert MetricsSource(url).read().engine is None
-    assert (found.acceptance.verifications, list(found.workers)) == (99 + 100, [one, two])
+    assert (found.acceptance.verifications, list(found.workers or ())) == (99 + 100, [one, two])
 
 
 def worker(tokens: int, drafts: int) -> ServerReading:
@@ -378,6 +378,11 @@ FLEETS: dict[str, tuple[dict[str, ServerReading], dict[str, ServerReading], floa
     "two workers": ({"a": worker(9, 5), "b": worker(9, 5)}, {"a": worker(12, 8), "b": worker(11, 7)}, 5),
     # The sum has grown all the same.
     "a restart of one": ({"a": worker(9, 5), "b": worker(9, 5)}, {"a": worker(1, 1), "b": worker(99, 95)}, None),
+    "a restart without a request since": (
+        {"a": worker(9, 5), "b": worker(9, 5)},
+        {"a": worker(12, 8), "b": IDLE_WORKER},
+        None,
+    ),
     "a worker that came": ({"a": worker(9, 5)}, {"a": worker(12, 8), "b": worker(11, 7)}, None),
     "a worker that went": ({"a": worker(9, 5), "b": worker(1, 1)}, {"a": worker(12, 8)}, None),
     "a worker without requests": ({"a": worker(9, 5), "b": IDLE_WORKER}, {"a": worker(12, 8), "b": IDLE_WORKER}, 3),
