@@ -15,7 +15,6 @@ from dflash_serve.bench.results import ReportData, Run, write_report
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import sigterm_interrupts
@@ -173,8 +172,8 @@ class Bench:
         requests = self.settings.requests(cell.concurrency)
         first = self.settings.prompts_before(cell)
         job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug, first)
-        started, before = now(), read_acceptance(server.base, api_key=self.api_key)
+        started, before = now(), server.metrics.read()
         figures = self.aiperf.run(job)
-        acceptance = read_acceptance(server.base, api_key=self.api_key).since(before)
+        acceptance = server.metrics.read().since(before)
         made = {"acceptance": acceptance, "started": started, "commit": commit()}
         return Run(**cell._asdict(), **made, **figures.model_dump())

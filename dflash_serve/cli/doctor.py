@@ -71,6 +71,7 @@ def doctor(
     target: options.Target = None,
     drafter: options.Drafter = None,
     url: Url = None,
+    metrics_url: options.MetricsUrl = None,
     observed: Observed = None,
     model: options.ServedModel = None,
     api_key_file: options.ApiKeyFile = None,
@@ -93,10 +94,13 @@ def doctor(
         do = "give a deployment.yaml, or --target and --drafter"
         raise UserError("it is not said which pair the server has", where="doctor", do=do)
     if url is None:
-        options.refuse_ignored(context, ("model", "api_key_file"), "no server is asked", "give --url, too")
+        options.refuse_ignored(
+            context, ("metrics_url", "model", "api_key_file"), "no server is asked", "give --url, too"
+        )
     asked = tuple(read_prompt_set(prompts, variables=template_kwargs(chat_template_kwargs))[:num_prompts])
     pair = _examined_pair(deployment, context.params, asked)
-    endpoint = Endpoint(url, model, read_api_key(api_key_file)) if url else None
+    urls = tuple(metrics_url or ())
+    endpoint = Endpoint(url, model, read_api_key(api_key_file), metrics_urls=urls) if url else None
     with _progress(quiet=quiet) as advance:
 
         def answered() -> None:

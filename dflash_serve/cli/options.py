@@ -50,6 +50,8 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File with the server's API key. [default: the environment's DFLASH_SERVE_API_KEY]"),
 ]
+METRICS_URL = "Address of the metrics of {}, where it stands behind a router or a frontend; once for each worker."
+MetricsUrl = Annotated[list[str] | None, typer.Option(help=METRICS_URL.format("the engine"))]
 PromptFile = Annotated[
     Path | None, typer.Option("--prompts", help="JSONL file of {'prompt': text}. [default: the bundled prompts]")
 ]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dflash_serve.cli import options
 from dflash_serve.cli.options import number
-from dflash_serve.client.metrics import LiveFigures, read_server
+from dflash_serve.client.metrics import LiveFigures, MetricsSource
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.errors import UserError
@@ -31,6 +31,7 @@ BAR = 24  # Characters of a full bar
 
 def top(
     url: Url,
+    metrics_url: options.MetricsUrl = None,
     interval: Interval = 2.0,
     once: Once = False,
     api_key_file: options.ApiKeyFile = None,
@@ -38,7 +39,8 @@ def top(
 ) -> None:
     """Watch a server: acceptance length, survival by slot, widths, tokens/s, users and queue. Ctrl-C ends it."""
     need("prove", "httpx", "prometheus_client")
-    console, looks = Console(markup=False, emoji=False), _looks(url, read_api_key(api_key_file), interval, once=once)
+    source = MetricsSource(url, tuple(metrics_url or ()), read_api_key(api_key_file))
+    console, looks = Console(markup=False, emoji=False), _looks(source, interval, once=once)
     try:
         if as_json:
             for now in looks:
@@ -55,20 +57,17 @@ def top(
         raise typer.Exit from None
 
 
-def _looks(url: str, key: str | None, interval: float, *, once: bool) -> Iterator[LiveFigures | str]:
+def _looks(source: MetricsSource, interval: float, *, once: bool) -> Iterator[LiveFigures | str]:
     """Figures of interval after interval, or of one; a text where the server did not answer.
 
     Raises:
         UserError: nothing answers at first, or what answers has no metrics of an engine that we know.
     """
-    before = read_server(url, api_key=key)
-    if before.engine is None:
-        do = "start it with its metrics (SGLang: --enable-metrics)"
-        raise UserError("it shows no metrics of an engine that is known here", where=url, do=do)
+    before = source.require()
     while True:
         time.sleep(interval)
         try:
-            now = read_server(url, api_key=key)
+            now = source.read()
             yield LiveFigures.between(before, now)
             before = now
         except UserError as error:

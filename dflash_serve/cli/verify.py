@@ -34,6 +34,8 @@ There are as many short answers under load."""
 
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
+WithMetrics = Annotated[list[str] | None, typer.Option(help=options.METRICS_URL.format("--with's engine"))]
+WithoutMetrics = Annotated[list[str] | None, typer.Option(help=options.METRICS_URL.format("--without's engine"))]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)]
 NumPrompts = Annotated[int | None, typer.Option(help=f"{options.NUM_PROMPTS} [default: all]", min=1)]
 Samples = Annotated[
@@ -63,6 +65,8 @@ def verify(
     deployment: options.DeploymentFile = None,
     with_url: WithUrl = None,
     without_url: WithoutUrl = None,
+    with_metrics_url: WithMetrics = None,
+    without_metrics_url: WithoutMetrics = None,
     target: options.Target = None,
     drafter: options.Drafter = None,
     backend_name: options.Backend = EMBEDDED,
@@ -101,7 +105,8 @@ def verify(
             raise UserError("running servers have their own arguments", where="--", do="leave them out")
         pair = _servers(context.params)
     else:
-        options.refuse_ignored(context, ("model", "api_key_file"), "only running servers have it", "give --with, too")
+        named = ("with_metrics_url", "without_metrics_url", "model", "api_key_file")
+        options.refuse_ignored(context, named, "only running servers have it", "give --with, too")
         served = {**context.params, "api_key_file": None}  # the option's file is the key of a running server
         flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
         described = _speculating(deployment, flags, backend_name)
@@ -124,7 +129,9 @@ def _servers(given: Mapping[str, Any]) -> SubjectPair:
         missing = "--without" if urls[0] else "--with"
         raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
     key = read_api_key(given["api_key_file"])
-    return two_servers(*(Endpoint(url, given["model"], key, concurrency=given["concurrency"]) for url in urls))
+    metrics = (tuple(given[f"{side}_metrics_url"] or ()) for side in ("with", "without"))
+    shared = {"model": given["model"], "api_key": key, "concurrency": given["concurrency"]}
+    return two_servers(*(Endpoint(url, **shared, metrics_urls=each) for url, each in zip(urls, metrics, strict=True)))
 
 
 def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str) -> Deployment:

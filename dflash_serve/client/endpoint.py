@@ -2,14 +2,16 @@
 
 vLLM and SGLang return the token ids of prompt and answer for `return_token_ids`; older releases ignore it. TensorRT-LLM
 refuses unknown fields, and returns ids with `detokenize: false`. All return the tokens' texts with log-probabilities.
-The first request to each path tries these ways in turn and keeps the first that works. Missing fields of replies are
-tolerated.
+SGLang's router (0.3.2) drops `return_token_ids` from chats and refuses prompts of token ids; Dynamo's frontend (1.6.1)
+refuses `return_token_ids` and ignores `detokenize`. The first request to each path tries these ways in turn and keeps
+the first that works. Missing fields of replies are tolerated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -17,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 from dflash_serve.backend import Prompt, template_variables
+from dflash_serve.client.metrics import MetricsSource
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -26,6 +29,8 @@ WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     COMPLETIONS: ({"return_token_ids": True}, {"detokenize": False}, {"logprobs": 1}, {}),
     CHAT: ({"return_token_ids": True}, {"logprobs": True, "top_logprobs": 1}, {}),
 }  # Path -> request fields that ask for tokens, best first; the last asks for text only
+TOKEN_IDS, TOKENS, CHARACTERS = UNITS = ("token ids", "tokens", "characters")  # Units of an answer, finest first
+SHORT = SamplingParams(temperature=0, max_tokens=8)  # An answer that shows its unit
 ALWAYS = {"temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 """Parameters sent even at their defaults, because servers take missing ones from the model's generation_config.json;
 others are sent if set."""
@@ -69,8 +74,16 @@ class Reply:
     @property
     def unit(self) -> str:
         if self.token_ids is not None:
-            return "token ids"
-        return "characters" if self.logprobs is None else "tokens"
+            return TOKEN_IDS
+        return CHARACTERS if self.logprobs is None else TOKENS
+
+    def in_unit(self, unit: str) -> Reply:
+        """This answer without what is finer than a unit."""
+        if unit == TOKEN_IDS:
+            return self
+        choices = tuple(one.in_unit(unit) for one in self.choices)
+        logprobs = None if unit == CHARACTERS else self.logprobs
+        return replace(self, token_ids=None, prompt_ids=None, logprobs=logprobs, choices=choices)
 
 
 @dataclass(frozen=True)
@@ -83,9 +96,11 @@ class Endpoint:
         api_key: None = none is sent. Never shown.
         timeout: seconds for one answer.
         concurrency: requests in flight in `complete_all`.
+        unit: finest unit of answers; what is finer is not asked for, and left out.
+        metrics_urls: addresses of its metrics, where they are not its own: those of the workers behind it.
 
     Raises:
-        UserError: the URL is not such an address.
+        UserError: a URL is not such an address.
     """
 
     url: str
@@ -93,11 +108,13 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 300.0
     concurrency: int = 16
+    unit: str = TOKEN_IDS
+    metrics_urls: tuple[str, ...] = ()
     _ways: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False)
     _finding: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _ = self._connection  # checks the URL now, not at the first request
+        _ = self._connection, self.metrics  # checks the URLs now, not at the first request
 
     @property
     def base(self) -> str:
@@ -106,6 +123,11 @@ class Endpoint:
     @cached_property
     def _connection(self) -> Connection:
         return Connection(self.url, self.api_key, self.timeout, self.concurrency)
+
+    @cached_property
+    def metrics(self) -> MetricsSource:
+        """Its metrics, or those of the workers behind it."""
+        return MetricsSource(self.base, self.metrics_urls, self.api_key)
 
     @cached_property
     def served_model(self) -> str:
@@ -144,12 +166,39 @@ class Endpoint:
         return first if isinstance(first, Mapping) else {}
 
     def sglang_settings(self) -> Mapping[str, Any]:
-        """The arguments that an SGLang server runs with; empty for other engines, and where they cannot be read."""
+        """The arguments that an SGLang server, or the first worker behind it, runs with.
+
+        Empty for other engines, and where they cannot be read.
+        """
+        for server in (self._connection, *self.metrics.workers.values()):
+            with suppress(UserError):
+                found = server.json("GET", "/server_info")
+                if isinstance(found, Mapping):
+                    return found
+        return {}
+
+    def finest_unit(self, prompts: Sequence[Prompt]) -> str:
+        """The finest unit of its answers to such prompts.
+
+        Token ids count where completions take them as a prompt, too: further questions are made of them.
+
+        Raises:
+            UserError, RefusedError: as for `complete`.
+        """
+        for prompt in prompts:
+            reply = self.complete(prompt, SHORT)
+            if reply.pieces:
+                break
+        if reply.unit == TOKEN_IDS and self._takes("a") and not self._takes(reply.token_ids or [0]):
+            return TOKENS
+        return reply.unit
+
+    def _takes(self, prompt: Prompt) -> bool:
         try:
-            found = self._connection.json("GET", "/server_info")
-        except UserError:
-            return {}
-        return found if isinstance(found, Mapping) else {}
+            self.complete(prompt, SHORT)
+        except RefusedError:
+            return False
+        return True
 
     def complete(
         self,
@@ -179,8 +228,8 @@ class Endpoint:
         if path not in self._ways:
             with self._finding:  # other threads wait for the first one's result
                 if path not in self._ways:
-                    return self._find(path, body)
-        return self._ask(path, {**self._ways[path], **body})
+                    return self._find(path, body).in_unit(self.unit)
+        return self._ask(path, {**self._ways[path], **body}).in_unit(self.unit)
 
     def complete_all(self, asked: Sequence[tuple[Any, ...]], *, top_logprobs: int | None = None) -> Iterator[Reply]:
         """The answers in the order of the requests, of which `concurrency` run at a time.
@@ -202,6 +251,8 @@ class Endpoint:
         # Tries every way until one returns tokens. A request is refused only if it is refused in all ways.
         refused: RefusedError | None = None
         for way in WAYS[path]:
+            if UNITS.index(_unit(way)) < UNITS.index(self.unit):
+                continue
             try:
                 reply = self._ask(path, {**way, **body})
             except RefusedError as error:
@@ -235,6 +286,10 @@ class Endpoint:
             code, message = about.get("code"), " ".join(str(about.get("message")).split())[:300]
             status = code if isinstance(code, int) else 500
             raise RefusedError(f"HTTP {status}: {message}", where=self.base + path, status=status)
+
+
+def _unit(way: Mapping[str, Any]) -> str:
+    return TOKENS if "logprobs" in way else TOKEN_IDS if way else CHARACTERS
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -1,20 +1,33 @@
 """Readings of a running server's metrics, for any engine, and the difference of two readings.
 
-The installed backends know their engine's metric names; the first one that recognises a page reads it.
+The installed backends know their engine's metric names; the first one that recognises a page reads it. Behind a router
+or a frontend each worker is read on its own: SGLang's router hands its workers' metrics on, elsewhere their addresses
+are given.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from dflash_serve.backend import backend, installed
-from dflash_serve.common.http import Connection
+from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.prometheus import Samples, Scrape
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.errors import UserError
+from dflash_serve.slot_counters import PREFIX
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
+ROUTER = "/engine_metrics"
+"""Page of SGLang's router (sglang-router 0.3.2) with all metrics of its workers: `_` stands for `:` in their names, and
+the label `worker_addr` names the worker."""
+WORKER = re.compile(r'worker_addr="([^"]*)"')
+PAGES = ("/prometheus/metrics", ROUTER, "/metrics")  # An address of metrics may be that of the page
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,152 @@ class ServerReading:
     running: float | None = None  # Requests in the batch
     queued: float | None = None  # Waiting requests
     kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
+    workers: Mapping[str, ServerReading] | None = None  # Readings by worker; None = it has one page of its own
+
+    @classmethod
+    def unknown(cls) -> ServerReading:
+        """A reading of a page that no installed backend recognises."""
+        return cls(time.monotonic(), AcceptanceStatistics.unknown())
+
+    @classmethod
+    def of_workers(cls, workers: Mapping[str, ServerReading]) -> ServerReading:
+        """The sum of several workers' readings; the use of their K/V caches is a mean."""
+        each = list(workers.values())
+        usage = [one.kv_cache_usage for one in each if one.kv_cache_usage is not None]
+        return cls(
+            time.monotonic(),
+            _total((one.acceptance, one.is_unused) for one in each),
+            next((one.engine for one in each if one.engine is not None), None),
+            _sum(one.generated for one in each),
+            _sum(one.running for one in each),
+            _sum(one.queued for one in each),
+            sum(usage) / len(usage) if usage else None,
+            workers,
+        )
+
+    @property
+    def is_unused(self) -> bool:
+        """True if it has generated nothing: some engines have no counters before."""
+        return self.engine is not None and not self.generated and self.acceptance.speculates is None
+
+    def since(self, earlier: ServerReading) -> AcceptanceStatistics:
+        """The acceptance between two readings; unknown if a worker restarted, came or went meanwhile."""
+        if not self.same_workers(earlier):
+            return AcceptanceStatistics.unknown(self.engine)
+        if self.workers is None or earlier.workers is None:
+            return self.acceptance.since(earlier.acceptance)
+        pairs = [(now, earlier.workers[name]) for name, now in self.workers.items()]
+        return _total((now.since(before), now.is_unused and before.is_unused) for now, before in pairs)
+
+    def same_workers(self, other: ServerReading) -> bool:
+        """True if both readings are of the same workers."""
+        return (self.workers or {}).keys() == (other.workers or {}).keys()
+
+
+def _total(each: Iterable[tuple[AcceptanceStatistics, bool]]) -> AcceptanceStatistics:
+    # of all workers; unused ones, whose counts may be unknown, add nothing
+    known = list(each)
+    return total([acceptance for acceptance, unused in known if not unused] or [acceptance for acceptance, _ in known])
+
+
+def _sum(each: Iterable[float | None]) -> float | None:
+    known = [one for one in each if one is not None]
+    return sum(known) if known else None
+
+
+@dataclass(frozen=True)
+class MetricsSource:
+    """The metrics of a server, or of the workers behind it.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        urls: addresses of the workers' metrics, with or without the page's path; none = the server's own page, or that
+            of SGLang's router.
+        api_key: sent as a bearer token.
+        timeout: seconds.
+
+    Raises:
+        UserError: a URL is not an address.
+    """
+
+    url: str
+    urls: tuple[str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        _ = self.workers, self._own  # checks the URLs now, not at the first reading
+
+    @cached_property
+    def workers(self) -> Mapping[str, Connection]:
+        """The workers whose addresses are given, by address, without the page's path."""
+        bases = dict.fromkeys(_base(url) for url in self.urls)
+        return {base: Connection(base, self.api_key, self.timeout) for base in bases}
+
+    @cached_property
+    def _own(self) -> Connection:
+        return Connection(self.url, self.api_key, self.timeout)
+
+    def read(self) -> ServerReading:
+        """Reads acceptance, load and tokens.
+
+        Raises:
+            UserError: no server answers, or its metrics cannot be read.
+        """
+        if self.workers:
+            return ServerReading.of_workers({base: _read(worker) for base, worker in self.workers.items()})
+        return _read(self._own)
+
+    def require(self, option: str = "--metrics-url") -> ServerReading:
+        """Reads the metrics of a server that must have them.
+
+        Args:
+            option: the option of the command line that takes the addresses of workers' metrics.
+
+        Raises:
+            UserError: as for `read`, or no metrics of a known engine are found.
+        """
+        found = self.read()
+        missing = [name for name, one in (found.workers or {self.url: found}).items() if one.engine is None]
+        if missing:
+            do = "start it with its metrics (SGLang: --enable-metrics); behind a router or a frontend, give "
+            do += f"{option} for each worker (Dynamo: http://worker:DYN_SYSTEM_PORT)"
+            raise UserError("it shows no metrics of an engine that is known here", where=missing[0], do=do)
+        return found
+
+
+def _read(server: Connection) -> ServerReading:
+    # by the server's own page, or by that of SGLang's router
+    scrape = Scrape(server.text, server.base)
+    found = reading_of(scrape)
+    if found.engine is not None:
+        return found
+    try:
+        workers = _worker_pages(scrape.text(ROUTER))
+    except RefusedError as error:
+        if error.status < 500:
+            raise
+        return found  # it cannot read its workers: with --dp-aware it never can
+    return ServerReading.of_workers(workers) if workers else found
+
+
+def _base(url: str) -> str:
+    url = url.rstrip("/")
+    return next((url.removesuffix(page) for page in PAGES if url.endswith(page)), url)
+
+
+def _worker_pages(page: str) -> dict[str, ServerReading]:
+    # the workers in a page of SGLang's router, each read with its metrics by their engine's own names
+    names = [PREFIX, *(backend(name).facts.metrics.generated for name in installed())]
+    prefixes = sorted({name.split(":")[0] for name in names if ":" in name}, key=len, reverse=True)
+    spelt = re.compile(f"({'|'.join(prefixes)})_")
+    lines = defaultdict[str, list[str]](list)
+    for line in page.splitlines():
+        if (worker := WORKER.search(line)) and not line.startswith("#"):
+            own = spelt.match(line)
+            lines[worker[1]].append(f"{own[1]}:{line[own.end() :]}" if own else line)
+    pages = {worker: "".join(f"{line}\n" for line in each) for worker, each in lines.items()}
+    return {worker: reading_of(Scrape({"/metrics": page}.get)) for worker, page in pages.items()}
 
 
 def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> AcceptanceStatistics:
@@ -39,18 +198,8 @@ def read_acceptance(url: str, *, api_key: str | None = None, timeout: float = 30
 
 
 def read_server(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> ServerReading:
-    """Reads acceptance, load and tokens from a server's metrics.
-
-    Args:
-        url: of the server, with or without `/v1`.
-        api_key: sent as a bearer token.
-        timeout: seconds.
-
-    Raises:
-        UserError: no server answers, or its metrics cannot be read.
-    """
-    connection = Connection(url, api_key, timeout)
-    return reading_of(Scrape(connection.text, connection.base))
+    """Reads acceptance, load and tokens of a server once; arguments and errors as for `MetricsSource`."""
+    return MetricsSource(url, api_key=api_key, timeout=timeout).read()
 
 
 def reading_of(scrape: Scrape) -> ServerReading:
@@ -71,7 +220,7 @@ def reading_of(scrape: Scrape) -> ServerReading:
             queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
         )
-    return ServerReading(time.monotonic(), AcceptanceStatistics.unknown())
+    return ServerReading.unknown()
 
 
 def _requests(samples: Samples, name: str | None) -> float | None:
@@ -104,10 +253,10 @@ class LiveFigures:
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
         """The figures between two readings; a restart in between leaves counts unknown."""
-        seconds, acceptance = now.seconds - before.seconds, now.acceptance.since(before.acceptance)
-        rate = None
-        if before.generated is not None and now.generated is not None and now.generated >= before.generated:
-            rate = (now.generated - before.generated) / seconds
+        seconds, acceptance = now.seconds - before.seconds, now.since(before)
+        rate, first, last = None, before.generated, now.generated
+        if now.same_workers(before) and first is not None and last is not None and last >= first:
+            rate = (last - first) / seconds
         steps = acceptance.steps
         return cls(
             engine=now.engine,

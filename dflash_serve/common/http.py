@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ BUSY = (429, 503)  # Status codes of a busy server
 LOCAL = ("localhost", "127.0.0.1", "::1")  # Hosts that no proxy of the environment is asked for
 PATIENCE = 8  # Number of retries (after 1/4, 1/2, 1, ... at most 4 seconds)
 RECONNECTS = 2  # Number of retries over a new connection
+DONE = "[DONE]"  # Data of the last event of a stream
 
 
 class RefusedError(UserError):
@@ -80,12 +81,30 @@ class Connection:
     def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The JSON of every server-sent event of a streamed response, after its end.
 
+        Events of the type `error` are `{"error": ...}`. A stream is whole if it has `[DONE]`, the last event of all
+        engines, or if all its choices have a finish_reason. One that was cut is asked for again.
+
         Raises:
-            UserError, RefusedError: as for `json`.
+            UserError: as for `json`.
+            RefusedError: as for `json`, or the stream is cut every time.
         """
-        lines = self._send("POST", path, body).text.split("\n")
-        data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
-        return [self._parsed(path, one) for one in data if one != "[DONE]"]
+        for _ in range(RECONNECTS + 1):
+            text = self._send("POST", path, body).text
+            blocks = [block.split("\n") for block in text.replace("\r\n", "\n").split("\n\n")]
+            each = [one for block in blocks for one in self._data(path, block)]
+            events = [one for one in each if one != DONE]
+            if (text.strip() and not events) or DONE in each or any(map(_is_error, events)) or _all_finished(events):
+                return events
+        do = "look into the logs of the server, and of a router before it"
+        raise RefusedError("its stream ends before the answer does", where=self.base + path, do=do, status=502)
+
+    def _data(self, path: str, block: Sequence[str]) -> list[Any]:
+        # the data of one event; Dynamo's frontend reports an error as an event of that type whose text is a comment
+        data = [line.removeprefix("data:").strip() for line in block if line.startswith("data:")]
+        if any(line.startswith("event:") and line.removeprefix("event:").strip() == "error" for line in block):
+            told = [line.removeprefix(":").strip() for line in block if line.startswith(":")]
+            return [{"error": {"message": " ".join([*data, *told])}}]
+        return [one if one == DONE else self._parsed(path, one) for one in data]
 
     def _parsed(self, path: str, text: str) -> Any:
         try:
@@ -142,6 +161,21 @@ class Connection:
         if response.status_code in (401, 403):
             do = f"give its key in --api-key-file, or in {API_KEY_ENV}"
         raise RefusedError(what, where=where, do=do, status=response.status_code)
+
+
+def _is_error(event: Any) -> bool:
+    return isinstance(event, Mapping) and bool(event.get("error"))
+
+
+def _all_finished(events: Sequence[Any]) -> bool:
+    finished = dict[object, bool]()
+    for event in events:
+        choices = event.get("choices") if isinstance(event, Mapping) else None
+        for part in choices if isinstance(choices, list) else ():
+            if isinstance(part, Mapping):
+                index = str(part.get("index"))
+                finished[index] = finished.get(index, False) or bool(part.get("finish_reason"))
+    return bool(finished) and all(finished.values())
 
 
 def page_status(url: str, *, timeout: float = 30.0) -> int | None:

@@ -28,7 +28,6 @@ from typing import Protocol, runtime_checkable
 
 from dflash_serve.backend import Engine, InProcessBackend, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
-from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -186,17 +185,19 @@ def interview(
     Raises:
         UserError: no such server, one without acceptance figures, or one that does not report its changing widths.
     """
-    answers, readings = list[Reply](), [read_acceptance(endpoint.base, api_key=endpoint.api_key)]
+    endpoint.metrics.require()
+    # Finds how it tells tokens, and so may take several requests: one token needs no verification, which would count.
+    endpoint.complete(prompts[0], params.model_copy(update={"max_tokens": 1}))
+    answers, readings = list[Reply](), [endpoint.metrics.read()]
     for prompt in prompts:
         answers.append(endpoint.complete(prompt, params))
-        readings.append(read_acceptance(endpoint.base, api_key=endpoint.api_key))
+        readings.append(endpoint.metrics.read())
         advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
     whole = total(each)
     width, steps = widths_of(each, block_size, endpoint.base)
     if whole.acceptance_length is None:
-        do = "start it with speculation and its metrics (SGLang: --enable-metrics), give an address under which they "
-        do += "are found, or give --observed"
+        do = "start it with speculation, and give --metrics-url for each worker of a router; or give --observed"
         raise UserError("it reports no acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))

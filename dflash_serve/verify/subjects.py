@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from dflash_serve.backend import EMBEDDED, Chunk, Engine, ServerBackend, Stream, embedded_backend
-from dflash_serve.client.endpoint import Endpoint, Reply, ScoredToken
-from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.backend import EMBEDDED, Chunk, Engine, Prompt, ServerBackend, Stream, embedded_backend
+from dflash_serve.client.endpoint import TOKEN_IDS, UNITS, Endpoint, Reply, ScoredToken
+from dflash_serve.client.metrics import ServerReading
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.processes import PATIENCE_SECONDS
 from dflash_serve.deployment import Deployment, Speculation
@@ -69,6 +69,8 @@ class SubjectPair:
     embedded: bool = False  # True if it runs in this process
     plain_is_ours: bool = True
     """True if we started the plain side without a drafter; otherwise its metrics must show that it has none."""
+    agree: Callable[[Sequence[Prompt]], tuple[str, ...]] = lambda prompts: ()
+    """Has both sides answer such prompts in the finest unit that both have; tells what is not tested for that."""
 
 
 class EngineSubject:
@@ -142,36 +144,50 @@ class ServerSubject:
     def speculates(self, probe: Question | None = None) -> bool | None:
         if probe is not None:
             list(self.answers([probe]))
-        return self._reading().speculates
+        return self._reading().acceptance.speculates
 
     def wrong_penalties(self) -> str | None:
         serial = self.endpoint.sglang_settings().get("disable_overlap_schedule")
         if serial is None:  # an ingress may serve the paths of /v1 alone
-            return UNTOLD if self.endpoint.is_sglang else None
+            return UNTOLD if self.endpoint.is_sglang or "SGLang" in (self.before.engine or "") else None
         return None if serial else LATE
 
-    def _reading(self) -> AcceptanceStatistics:
+    def _reading(self) -> ServerReading:
         try:
-            return read_acceptance(self.endpoint.base, api_key=self.endpoint.api_key)
+            return self.endpoint.metrics.read()
         except UserError:  # losslessness does not depend on metrics
-            return AcceptanceStatistics.unknown()
+            return ServerReading.unknown()
 
 
 def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
     """Two servers that run already.
 
     Raises:
-        UserError: both are the same, or one cannot be reached.
+        UserError: both are the same, or one cannot be reached or has no metrics, without which nothing can be shown.
     """
     if speculating.base == plain.base:
         raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
     sides = {WITH: speculating, WITHOUT: plain}
+    for side, endpoint in sides.items():
+        endpoint.metrics.require(f"--{side}-metrics-url")
+
+    def agree(prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        try:
+            units = {side: endpoint.finest_unit(prompts) for side, endpoint in sides.items()}
+        except RefusedError:  # the case that is refused will say so
+            return ()
+        common = max(units.values(), key=UNITS.index)
+        sides.update({side: replace(endpoint, unit=common) for side, endpoint in sides.items()})
+        poorest = " and ".join(side for side, unit in units.items() if unit == common)
+        return () if common == TOKEN_IDS else (f"{TOKEN_IDS} ({poorest} speculation, answers have {common} alone)",)
+
     return SubjectPair(
-        lambda: nullcontext(ServerSubject(speculating)),
-        lambda: nullcontext(ServerSubject(plain)),
+        lambda: nullcontext(ServerSubject(sides[WITH])),
+        lambda: nullcontext(ServerSubject(sides[WITHOUT])),
         {side: {"url": endpoint.base, "model": endpoint.served_model} for side, endpoint in sides.items()},
         context=lambda: min((one.context for one in sides.values() if one.context), default=None),
         plain_is_ours=False,
+        agree=agree,
     )
 
 

@@ -97,7 +97,7 @@ class Verification:
         Raises:
             UserError: a server cannot be reached or started, or is none.
         """
-        first = self.plan.greedy_cases
+        first, unasked = self.plan.greedy_cases, self.pair.agree(self.prompts)
         with self.pair.plain() as plain:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
             if wrong := plain.wrong_penalties():
@@ -128,6 +128,7 @@ class Verification:
             failed=tuple(f"{name}: failed ({self.refused[name]})" for name in optional if name in self.failed),
             scope=(
                 *self.plan.left_out,
+                *unasked,
                 *(f"{name} ({self.refused[name]})" for name in optional if name in self.refused.keys() - self.failed),
             ),
         )

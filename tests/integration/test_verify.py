@@ -222,14 +222,15 @@ def test_two_servers_that_speculate_are_never_called_lossless(
     assert not command.output.exists()
 
 
-def test_servers_that_tell_nothing_of_their_speculation_could_not_be_told(
+def test_servers_that_tell_nothing_of_their_speculation_are_asked_nothing(
     plain_engine: EmbeddedEngine, file: Path, command: Command
 ) -> None:
     command.monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
     with running(plain_engine.plain()) as other, two_servers(plain_engine, other.url, file, None) as given:
-        assert command(*given, "--samples", 0, "--max-tokens", 8) == 3
-    assert "nothing shows that the side with speculation speculates" in command.said
-    assert "nothing shows that the side without speculation does not speculate" in command.said
+        assert command(*given, "--samples", 0, "--max-tokens", 8) == 2
+    assert "shows no metrics of an engine that is known here" in command.said
+    assert "--with-metrics-url" in command.said
+    assert not command.output.exists()
 
 
 def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dflash_serve.verify.subjects import ServerSubject
 from tests.support.site import site
 
 Reply = tuple[int, Any]
+DONE = "data: [DONE]\n\n"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 HELLO = [{"role": "user", "content": "hi"}]
 LOGPROBS = {"tokens": ["a", " b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": [{"a": -0.5}, None]}
@@ -84,6 +85,19 @@ def test_sglangs_late_penalties_are_known_by_its_settings(overlaps: bool | None,
     assert (wrong or "") in (told or "")
 
 
+@pytest.mark.parametrize(("named", "wrong"), [(True, "--disable-overlap-schedule"), (False, "/server_info")])
+def test_sglangs_late_penalties_are_known_behind_a_router_by_the_settings_of_a_worker(named: bool, wrong: str) -> None:
+    page = '# TYPE sglang_num_queue_reqs gauge\nsglang_num_queue_reqs{worker_addr="http://w"} 0\n'
+    ahead: dict[str, Any] = {"/v1/models": {"data": [{"id": "m", "owned_by": "local"}]}, "/engine_metrics": page}
+    behind = {"/metrics": "sglang:num_queue_reqs 0.0\n", "/server_info": {"disable_overlap_schedule": False}}
+    with (
+        site(lambda path, *_: (200, ahead[path]) if path in ahead else (404, "")) as router,
+        site(lambda path, *_: (200, behind[path])) as worker,
+    ):
+        told = ServerSubject(Endpoint(router, metrics_urls=(worker,) if named else ())).wrong_penalties()
+    assert wrong in (told or "")
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -98,7 +112,7 @@ def test_the_text_of_a_reasoning_parser_is_read(message: dict[str, Any]) -> None
             return 200, {"choices": [{"message": message, "token_ids": [5, 6]}]}
         deltas = [{"role": "assistant", "content": ""}, message, {"content": "42"}]
         events = [{"choices": [{"delta": delta, "token_ids": [5]}], "error": None} for delta in deltas]
-        return 200, ": keep-alive\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return 200, ": keep-alive\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events) + DONE
 
     with server(answer) as (url, _):
         whole, streamed = (Endpoint(url).complete(HELLO, GREEDY, more) for more in (None, {"stream": True}))
@@ -114,6 +128,49 @@ def test_an_error_within_a_stream_is_a_refusal_with_its_message() -> None:
     ):
         Endpoint(url).complete("hello", GREEDY, {"stream": True})
     assert no.value.status == 503
+
+
+def streamed(*parts: dict[str, Any]) -> str:
+    return "".join(f"data: {json.dumps({'choices': [part]})}\n\n" for part in parts)
+
+
+CUT = {
+    "in the middle": streamed({"text": "a", "finish_reason": None}),
+    "of one of two choices": streamed({"index": 0, "text": "a", "finish_reason": "stop"}, {"index": 1, "text": "b"}),
+    "before its first event": "",
+}
+WHOLE = {
+    "by its last event": streamed({"text": "a b"}) + DONE,
+    "by its reasons": streamed({"index": 0, "text": "a"}, {"index": 0, "text": " b", "finish_reason": "length"}),
+}
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.parametrize("whole", WHOLE)
+def test_a_stream_that_was_cut_is_asked_for_again(cut: str, whole: str) -> None:
+    replies = iter([CUT[cut], CUT[cut], WHOLE[whole]])
+    with server(lambda body: (200, next(replies)) if body.get("stream") else completion(token_ids=[5])) as (url, asked):
+        endpoint = Endpoint(url)
+        endpoint.complete("hello", GREEDY)
+        assert endpoint.complete("hello", GREEDY, {"stream": True}).text == "a b"
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_a_stream_that_is_always_cut_is_an_error_and_no_short_answer(cut: str) -> None:
+    with (
+        server(lambda _: (200, CUT[cut])) as (url, _),
+        pytest.raises(RefusedError, match="its stream ends before the answer does") as no,
+    ):
+        Endpoint(url).complete("hello", GREEDY, {"stream": True})
+    assert no.value.status == 502
+
+
+@pytest.mark.parametrize("told", [": out of memory\n", "data: out of memory\n", 'data: {"message": "out of memory"}\n'])
+def test_an_event_of_the_type_error_is_an_error_even_in_a_stream_that_ends_well(told: str) -> None:
+    stream = f"{streamed({'text': 'a'})}event: error\n{told}\n{DONE}"
+    with server(lambda _: (200, stream)) as (url, _), pytest.raises(RefusedError, match="out of memory"):
+        Endpoint(url).complete("hello", GREEDY, {"stream": True})
 
 
 def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
@@ -151,6 +208,43 @@ def test_without_ids_the_tokens_of_the_logprobs_count_and_without_those_the_text
     assert (answer.logprobs[0].top, answer.logprobs[1].top) == ((("a", -0.5),), ())
     with server(lambda _: completion()) as (url, _):
         assert Endpoint(url).complete("hello", GREEDY).pieces == ("a", " ", "b")
+
+
+@pytest.mark.parametrize(
+    ("unit", "pieces"), [("token ids", (5, 6)), ("tokens", ("a", " b")), ("characters", tuple("a b"))]
+)
+def test_answers_come_in_a_unit_that_another_server_has_too(unit: str, pieces: tuple[Any, ...]) -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        given: dict[str, Any] = {"prompt_token_ids": [1], "logprobs": LOGPROBS if "logprobs" in body else None}
+        return completion(token_ids=[5, 6], **given)  # ids even where nobody asks for them
+
+    with server(answer) as (url, asked):
+        replies = [Endpoint(url, unit=unit).complete("hello", GREEDY, top_logprobs=top) for top in (None, 2)]
+    assert [reply.pieces for reply in replies] == [pieces] * 2
+    assert {reply.prompt_ids for reply in replies} == {(1,) if unit == "token ids" else None}
+    assert ("return_token_ids" in asked[0]) == (unit == "token ids")
+
+
+@pytest.mark.parametrize(
+    ("chat_ids", "prompts", "unit"),
+    [
+        (True, True, "token ids"),
+        (False, True, "tokens"),  # behind SGLang's router
+        (True, False, "tokens"),  # further questions are made of token ids
+    ],
+)
+def test_the_finest_unit_is_one_in_which_every_question_can_be_asked(chat_ids: bool, prompts: bool, unit: str) -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        if isinstance(body.get("prompt"), list) and not prompts:
+            return 422, "prompt: data did not match any variant of untagged enum StringOrArray"
+        ids = {"token_ids": [5, 6]} if body.get("return_token_ids") and (chat_ids or "prompt" in body) else {}
+        if "prompt" in body:
+            return completion(logprobs=LOGPROBS if "logprobs" in body else None, **ids)
+        content = [{"token": "a", "logprob": -0.5}] if body.get("logprobs") else None
+        return 200, {"choices": [{"message": {"content": "a"}, "logprobs": {"content": content}, **ids}]}
+
+    with server(answer) as (url, _):
+        assert Endpoint(url).finest_unit([HELLO]) == unit
 
 
 def test_messages_go_to_chat_and_half_characters_stay_apart() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.metrics import LiveFigures, ServerReading, read_acceptance, reading_of
+from dflash_serve.client.metrics import LiveFigures, MetricsSource, ServerReading, read_acceptance, reading_of
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -304,6 +304,117 @@ def test_live_figures_are_of_the_time_between_two_readings_and_unknown_after_a_r
 def test_what_is_not_prometheus_text_is_one_clear_line(text: str) -> None:
     with pytest.raises(UserError, match="not Prometheus text"):
         read(text)
+
+
+BEHIND_A_ROUTER = """\
+# HELP dflash_serve_steps_total Decoding steps of one request, by width (the anchor counted; 1 = no draft).
+# TYPE dflash_serve_steps_total counter
+dflash_serve_steps_total{model_name="m",width="3",worker_addr="http://10.0.0.1:30000"} 50
+dflash_serve_steps_total{model_name="m",width="3",worker_addr="http://10.0.0.2:30000"} 10
+
+# TYPE dflash_serve_slots_offered_total counter
+dflash_serve_slots_offered_total{model_name="m",slot="1",worker_addr="http://10.0.0.1:30000"} 50
+dflash_serve_slots_offered_total{model_name="m",slot="2",worker_addr="http://10.0.0.1:30000"} 50
+dflash_serve_slots_offered_total{model_name="m",slot="1",worker_addr="http://10.0.0.2:30000"} 10
+dflash_serve_slots_offered_total{model_name="m",slot="2",worker_addr="http://10.0.0.2:30000"} 10
+
+# TYPE dflash_serve_slots_accepted_total counter
+dflash_serve_slots_accepted_total{model_name="m",slot="1",worker_addr="http://10.0.0.1:30000"} 40
+dflash_serve_slots_accepted_total{model_name="m",slot="2",worker_addr="http://10.0.0.1:30000"} 10
+dflash_serve_slots_accepted_total{model_name="m",slot="1",worker_addr="http://10.0.0.2:30000"} 8
+dflash_serve_slots_accepted_total{model_name="m",slot="2",worker_addr="http://10.0.0.2:30000"} 2
+
+# TYPE sglang_num_running_reqs gauge
+sglang_num_running_reqs{model_name="m",worker_addr="http://10.0.0.1:30000"} 3
+sglang_num_running_reqs{model_name="m",worker_addr="http://10.0.0.2:30000"} 1
+
+# TYPE sglang_token_usage gauge
+sglang_token_usage{model_name="m",worker_addr="http://10.0.0.1:30000"} 0.5
+sglang_token_usage{model_name="m",worker_addr="http://10.0.0.2:30000"} 0.1
+
+# TYPE sglang_generation_tokens_total counter
+sglang_generation_tokens_total{model_name="m",worker_addr="http://10.0.0.1:30000"} 110
+sglang_generation_tokens_total{model_name="m",worker_addr="http://10.0.0.2:30000"} 30
+"""
+"""/engine_metrics of sglang-router 0.3.2 before two workers with our plug-in: its names, labels and numbers."""
+OLD_SGLANG = "".join(
+    f'sglang_{name}{{worker_addr="http://w"}} {count}\n'
+    for name, count in (("generation_tokens_total", 104), ("spec_verify_calls_total", 44), ("num_requests_total", 5))
+)
+
+
+def test_the_router_page_of_sglang_is_read_by_worker_and_summed() -> None:
+    with site(lambda path, *_: (200, BEHIND_A_ROUTER) if path == "/engine_metrics" else (404, "")) as url:
+        found = MetricsSource(url).require()
+    assert known(found.acceptance) == ("SGLang with dflash-serve", 60, 120, 60, 2.0, [0.8, 0.2])
+    assert (found.engine, found.running, found.generated, found.queued) == ("SGLang with dflash-serve", 4, 140, None)
+    assert found.kv_cache_usage == pytest.approx(0.3)
+    assert [one.running for one in (found.workers or {}).values()] == [3, 1]
+
+
+def test_sglangs_own_counters_are_read_from_the_page_of_its_router_too() -> None:
+    with site(lambda path, *_: (200, OLD_SGLANG) if path == "/engine_metrics" else (404, "")) as url:
+        assert known(read_acceptance(url))[:5] == ("SGLang", 44, None, 55, 2.25)
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/metrics", "/metrics/"])
+def test_addresses_of_metrics_may_be_those_of_their_pages_and_each_counts_once(tail: str) -> None:
+    front = site(lambda path, *_: (200, "dynamo_frontend_requests_total 1\n") if path == "/metrics" else (404, ""))
+    pages = {"/metrics": SCRAPED}
+    worker = site(lambda path, *_: (200, pages[path]) if path in pages else (404, ""))
+    with front as url, worker as one, site(lambda *_: (200, VLLM)) as two:
+        found = MetricsSource(url, (one + tail, two + tail, one)).require()
+        assert MetricsSource(url).read().engine is None
+    assert (found.acceptance.verifications, list(found.workers or ())) == (99 + 100, [one, two])
+
+
+def worker(tokens: int, drafts: int) -> ServerReading:
+    counts = AcceptanceStatistics(drafts, drafts, 0, [drafts], [0], {2: drafts}, "x")
+    return ServerReading(0.0, counts, "x", generated=tokens)
+
+
+IDLE_WORKER = ServerReading(0.0, AcceptanceStatistics.unknown("x"), "x")  # SGLang has no counter before its first event
+FLEETS: dict[str, tuple[dict[str, ServerReading], dict[str, ServerReading], float | None]] = {
+    "two workers": ({"a": worker(9, 5), "b": worker(9, 5)}, {"a": worker(12, 8), "b": worker(11, 7)}, 5),
+    # The sum has grown all the same.
+    "a restart of one": ({"a": worker(9, 5), "b": worker(9, 5)}, {"a": worker(1, 1), "b": worker(99, 95)}, None),
+    "a restart without a request since": (
+        {"a": worker(9, 5), "b": worker(9, 5)},
+        {"a": worker(12, 8), "b": IDLE_WORKER},
+        None,
+    ),
+    "a worker that came": ({"a": worker(9, 5)}, {"a": worker(12, 8), "b": worker(11, 7)}, None),
+    "a worker that went": ({"a": worker(9, 5), "b": worker(1, 1)}, {"a": worker(12, 8)}, None),
+    "a worker without requests": ({"a": worker(9, 5), "b": IDLE_WORKER}, {"a": worker(12, 8), "b": IDLE_WORKER}, 3),
+    "a worker's first requests": ({"a": worker(9, 5), "b": IDLE_WORKER}, {"a": worker(12, 8), "b": worker(4, 4)}, 7),
+    "workers without requests": ({"a": IDLE_WORKER}, {"a": IDLE_WORKER}, None),
+}
+
+
+@pytest.mark.parametrize("case", FLEETS)
+def test_counts_of_several_workers_are_of_those_that_ran_all_the_time_or_unknown(case: str) -> None:
+    before, now, drafts = FLEETS[case]
+    between = ServerReading.of_workers(now).since(ServerReading.of_workers(before))
+    assert (between.verifications, between.engine) == (drafts, "x")
+
+
+@pytest.mark.parametrize("answer", [(404, ""), (200, ""), (500, "All backend requests failed")])
+def test_a_router_that_shows_no_metrics_of_its_workers_asks_for_their_addresses(answer: tuple[int, str]) -> None:
+    """The last one is what sglang-router 0.3.2 answers where it was started with --dp-aware."""
+    with (
+        site(lambda path, *_: answer if path == "/engine_metrics" else (404, "")) as url,
+        pytest.raises(UserError, match=r"shows no metrics .* give --metrics-url for each worker"),
+    ):
+        MetricsSource(url).require()
+
+
+def test_a_worker_without_metrics_is_named_with_the_option_that_takes_its_address() -> None:
+    with site(lambda *_: (200, SCRAPED)) as one, site(lambda *_: (200, "up 1\n")) as two:
+        with pytest.raises(UserError, match=r"--enable-metrics.* --with-metrics-url .*DYN_SYSTEM_PORT") as caught:
+            MetricsSource("http://127.0.0.1:9", (one, two)).require("--with-metrics-url")
+        assert caught.value.where == two
+    with pytest.raises(UserError, match="not an address"):
+        MetricsSource("http://127.0.0.1:9", ("worker:9090",))
 
 
 PROMETHEUS = "/prometheus/metrics"

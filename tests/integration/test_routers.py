@@ -1,0 +1,153 @@
+"""Our verbs behind SGLang's real router and behind Dynamo's frontend, with workers whose acceptance is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.http import RefusedError
+from dflash_serve.doctor.evidence import interview
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.report import FaultKind, VerifyReport
+from tests.support.command_line import call
+from tests.support.fake_dynamo import FakeDynamo
+from tests.support.fake_sglang import BLOCK, FakeSglang
+from tests.support.sglang_router import running_router
+
+TEXTS = ("where is the fox", "who sees the moon", "how cold is the snow", "why does it rain")
+CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+QUICK = ("--samples", 0, "--max-tokens", 24, "--long-tokens", 32, "--concurrency", 4)
+
+
+@pytest.fixture
+def plain() -> Iterator[tuple[FakeSglang, str]]:
+    """A server without speculation, asked directly."""
+    server = FakeSglang(drafts=False)
+    with server.listening() as url:
+        yield server, url
+
+
+@pytest.fixture(scope="module")
+def workers() -> list[FakeSglang]:
+    """The workers behind the router."""
+    return [FakeSglang(drafts=True), FakeSglang(drafts=True)]
+
+
+@pytest.fixture(scope="module")
+def router(workers: Sequence[FakeSglang], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("router") / "log"
+    first, second = (one.listening() for one in workers)
+    with first as a, second as b, running_router([a, b], log) as url:
+        yield url
+
+
+def verify(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> tuple[int, VerifyReport]:
+    """The exit code and the report of `verify` over `TEXTS`, as chats."""
+    prompts, report = folder / "prompts.jsonl", folder / "report.json"
+    prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    code = call(monkeypatch, "verify", *arguments, *QUICK, "--prompts", prompts, "--output", report)
+    return code, VerifyReport.model_validate_json(report.read_text())
+
+
+def test_verify_compares_tokens_where_the_router_drops_their_ids_and_says_so(
+    router: str, plain: tuple[FakeSglang, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, report = verify(monkeypatch, tmp_path, "--with", router, "--without", plain[1])
+    assert (code, report.findings.verdict, report.findings.unit) == (0, "lossless", "tokens")
+    assert "not tested: " in report.findings.headline
+    assert "token ids (with speculation, answers have tokens alone)" in report.findings.headline
+    assert {"long answers", "streamed"} <= {one.case for one in report.findings.exact if one.identical == one.prompts}
+    assert report.findings.acceptance_length == pytest.approx(2, abs=0.1)
+
+
+def test_verify_finds_a_worker_behind_the_router_that_is_wrong(
+    router: str,
+    workers: list[FakeSglang],
+    plain: tuple[FakeSglang, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(workers[1], "wrong", True)
+    code, report = verify(monkeypatch, tmp_path, "--with", router, "--without", plain[1])
+    assert code == 1
+    assert FaultKind.STALE_STATE in report.findings.faults
+
+
+def test_the_doctor_reads_every_prompts_counts_through_the_router(router: str) -> None:
+    told = interview(Endpoint(router), CHATS, GREEDY, BLOCK)
+    assert told.observation.each is not None
+    counts = [(one.verifications, one.accepted, one.widths) for one in told.observation.each]
+    assert counts == [(10, 9, {BLOCK: 10})] * len(CHATS)
+    assert (told.width, told.engine) == (BLOCK, "SGLang with dflash-serve")
+
+
+def test_top_sums_the_workers_behind_the_router(
+    router: str, workers: list[FakeSglang], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "time.sleep", lambda _: [one.answer("/v1/completions", {"prompt": "x", "max_tokens": 21}) for one in workers]
+    )
+    assert call(monkeypatch, "top", router, "--once", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["acceptance_length"] == 2
+    assert shown["tokens_per_second"] * shown["seconds"] == pytest.approx(42)
+    assert (shown["engine"], shown["running"]) == ("SGLang with dflash-serve", 0)
+
+
+def test_a_stream_that_is_cut_behind_the_router_is_asked_for_again(router: str, workers: list[FakeSglang]) -> None:
+    whole = Endpoint(router).complete(CHATS[0], GREEDY)
+    for worker in workers:
+        worker.cuts = 1
+    streamed = Endpoint(router).complete(CHATS[0], GREEDY, {"stream": True})
+    assert (streamed.text, streamed.finish_reason) == (whole.text, "length")
+    assert [worker.cuts for worker in workers] == [0, 0]
+
+
+def test_behind_dynamo_verify_and_the_doctor_take_the_workers_metrics(
+    plain: tuple[FakeSglang, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with FakeDynamo(FakeSglang(drafts=True)).listening() as (frontend, system):
+        sides = ("--with", frontend, "--without", plain[1])
+        code, report = verify(monkeypatch, tmp_path, *sides, "--with-metrics-url", f"{system}/metrics")
+        told = interview(Endpoint(frontend, metrics_urls=(system,)), CHATS, GREEDY, BLOCK)
+    assert (code, report.findings.unit) == (0, "tokens")
+    assert "token ids (with speculation, answers have tokens alone)" in report.findings.headline
+    assert (told.observation.acceptance_length, told.engine) == (1.9, "SGLang")
+
+
+def test_an_error_event_of_dynamo_is_an_error_and_no_answer() -> None:
+    dynamo = FakeDynamo(FakeSglang(drafts=True))
+    with dynamo.listening() as (frontend, _):
+        endpoint = Endpoint(frontend)
+        assert endpoint.complete(CHATS[0], GREEDY, {"stream": True}).unit == "tokens"
+        dynamo.failures = 1
+        with pytest.raises(RefusedError, match="500: Stream ended before generation"):
+            endpoint.complete(CHATS[0], GREEDY, {"stream": True})
+
+
+@pytest.mark.parametrize("verb", ["verify", "doctor", "top"])
+def test_missing_metrics_are_told_with_the_option_before_any_question(
+    verb: str,
+    plain: tuple[FakeSglang, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    dynamo, report = FakeDynamo(FakeSglang(drafts=True)), tmp_path / "report.json"
+    with dynamo.listening() as (frontend, _):
+        given: dict[str, Sequence[object]] = {
+            "verify": ("--with", frontend, "--without", plain[1], "--output", report),
+            "doctor": ("--target", "smollm2", "--drafter", "smollm2", "--url", frontend, "--output", report),
+            "top": (frontend, "--once"),
+        }
+        assert call(monkeypatch, verb, *given[verb]) == 2
+        said = "".join(capsys.readouterr())
+    option = "--with-metrics-url" if verb == "verify" else "--metrics-url"
+    assert f"{frontend}: it shows no metrics of an engine that is known here" in said
+    assert option in said
+    assert (dynamo.worker.asked, plain[0].asked, report.exists()) == ([], [], False)
