@@ -230,14 +230,21 @@ class Scheduler:
         It chooses the widths of the coming step for all requests.
 
         Args:
-            others: the requests that run beside them.
+            others: the requests that run beside them. Those that need the host, and decode in the coming step, get a
+                width, too.
         """
         flying = flying_in(before)
         # Every step brings a token: a request that lacks one ends in the step before.
         requests = [request for request in on_device if request.remaining > (request.id in flying)]
         if not requests:
             return []
-        self._choose_widths([*requests, *(request for request in others if request.is_decoding)])
+        beside = [
+            request
+            for request in others
+            if not self.block_steps.holds(request)
+            and (request.is_decoding or len(request.token_ids) - request.verified <= self.prefill_rows)
+        ]
+        self._choose_widths([*requests, *beside])
         return self.block_steps.launch(requests, self._widths, before, self._wanted_features(requests))
 
     def _choose_widths(self, decoding: Sequence[Request]) -> None:
@@ -292,7 +299,6 @@ class Scheduler:
         return min(length, donor.injected)
 
     def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
-        # A request that has just begun to decode beside block steps has no width yet.
         widths = [min(self._widths.get(each.id, 1), each.remaining) if each.is_decoding else 1 for each in requests]
         drafts: list[list[int]] = [[] for _ in requests]
         wide = [i for i, width in enumerate(widths) if width > 1]
