@@ -6,7 +6,6 @@ The figures have the names of `facts`. A figure that is not known yet is left ou
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -278,9 +277,6 @@ class EngineWorker:
         try:
             engine = self._start()
             engine.warm_up()
-            # A full collection of what a start makes takes 0.1 to 0.4 s (measured), in the middle of some step.
-            gc.collect()
-            gc.freeze()
         except BaseException as error:  # the server reports it and ends
             self.fatal, self.state = error, "broken"
             return
