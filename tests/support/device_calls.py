@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -130,10 +130,11 @@ class Graph(TorchDispatchMode):
 
     def capture_begin(self, pool: Pool) -> None:
         self.pool = pool
-        self.__enter__()
+        self.recording = ExitStack()
+        self.recording.enter_context(self)
 
     def capture_end(self) -> None:
-        self.__exit__(None, None, None)
+        self.recording.close()
         for storage, contents in self.before.values():
             storage.copy_(contents)
         self.before = {}
@@ -190,7 +191,7 @@ class Graph(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def capture_passes(monkeypatch: pytest.MonkeyPatch) -> None:

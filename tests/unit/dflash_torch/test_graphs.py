@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dflash_serve import SamplingParams
+from dflash_serve.models.kv_cache import Span
 from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_torch import calibration, model_runner
 from dflash_torch.block_step import BlockSteps
@@ -115,7 +116,7 @@ def test_requests_of_every_kind_that_join_and_leave_change_no_answer(
 
 def load(engine: EmbeddedEngine, chance: random.Random, n: int) -> tuple[list[int], SamplingParams]:
     """The prompt and parameters of one request, at random."""
-    kind = {
+    kind: dict[str, Any] = {
         "temperature": chance.choice([0.0, 0.0, 0.8]),
         "top_p": chance.choice([1.0, 0.9]),
         "repetition_penalty": chance.choice([1.0, 1.0, 1.0, 1.2]),
@@ -127,7 +128,7 @@ def load(engine: EmbeddedEngine, chance: random.Random, n: int) -> tuple[list[in
     return prompt * chance.choice([1, 1, 20]), SamplingParams(**kind, ignore_eos=True, seed=n)
 
 
-ODD = {
+ODD: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 1},
     "penalty": {"presence_penalty": 1.0},
     "biased": {"logit_bias": {5: 1.0}},
@@ -188,7 +189,7 @@ def test_all_contexts_have_a_captured_shape_and_there_are_fewer_graphs(
     """`before`: the graphs of a start when contexts beyond 4,096 tokens had none."""
     shapes = Shapes(entries, block, capacity + block)
     for start in range(0, capacity, 97):
-        assert shapes.fit([model_runner.Span(0, start, block)] * entries) in set(shapes.all())
+        assert shapes.fit([Span(0, start, block)] * entries) in set(shapes.all())
     found = shapes.all()
     steps = len(found) + sum(shape.width == 1 for shape in found)  # without a draft: with features, and without
     choices = len({shape[:2] for shape in found})
@@ -198,7 +199,7 @@ def test_all_contexts_have_a_captured_shape_and_there_are_fewer_graphs(
 
 def test_long_contexts_run_apart_where_padding_the_short_ones_costs_more_than_a_pass() -> None:
     shapes = Shapes(32, 16, 8208, pass_keys=36_000)
-    short, long = model_runner.Span(0, 500, 16), model_runner.Span(0, 8000, 16)
+    short, long = Span(0, 500, 16), Span(0, 8000, 16)
     assert shapes.parts([*[short] * 20, long, *[short] * 11]) == [[*range(20), *range(21, 32)], [20]]
     assert shapes.parts([short, long]) == [[0, 1]]
     assert shapes.parts([long] * 32) == [list(range(32))]
