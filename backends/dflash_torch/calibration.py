@@ -1,7 +1,8 @@
 """Measurements that the embedded engine makes when it starts: the cost of its steps, and the faster dtype on a CPU.
 
-A step's cost is the time of a whole step with drafts that cost nothing: on a GPU the host takes a large share of a
-small model's step. The costs only seed the width policy, which corrects them by the steps that it sees.
+A step's cost is the time of a whole step with drafts that cost nothing: the host takes a large share of a small model's
+step. On a GPU it is the time of one of several captured steps, each launched before the one before is read; drafts are
+timed by themselves. The costs only seed the width policy, which corrects them by the steps that it sees.
 
 Noise only adds time, so each figure is the least of its repetitions. Repetitions of all figures are interleaved, so
 that a busy moment affects all row counts alike. The figures are kept in the cache folder under everything that changes
@@ -16,13 +17,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from math import ceil
 from statistics import median
 from time import perf_counter
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
-from torch import nn
+from torch import Tensor, nn
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
@@ -32,6 +34,7 @@ from dflash_serve.common.store import keep_record, read_record
 from dflash_serve.deployment import Deployment
 from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.drafter import Drafter
+from dflash_serve.models.kv_cache import Span, to_device
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target import TargetModel
@@ -40,7 +43,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 
 from .launch import CHOSEN_ALREADY
-from .model_runner import sizes
+from .model_runner import Shape, sizes
 from .request import Request
 from .scheduler import Scheduler
 from .speculator import Speculator
@@ -51,6 +54,8 @@ log = logging.getLogger(__name__)
 CONTEXT, LONG_CONTEXT = 128, 1024
 # Repetitions of every step, and of a step whose least time was not met twice.
 REPETITIONS, MOST_REPETITIONS = 5, 15
+# Consecutive steps, or passes of the drafter, that are timed together where steps are launched ahead.
+IN_A_ROW = 4
 # Up to this number of rows, all rows belong to one request.
 ONE_BLOCK = 8
 # Least share of a measured pass that is left after the cost of its contexts is subtracted.
@@ -93,8 +98,9 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
     """Times steps by rows and drafter passes by requests, up to full batches, over small scratch caches."""
     long = min(LONG_CONTEXT, target.config.max_position_embeddings - 2 * block_size)
     bench = _Bench(target, drafter, block_size, entries, CONTEXT)
-    jobs: dict[tuple[str, int], Callable[[], object]] = {}
-    for rows in sorted({*range(1, block_size + 1), *(n * block_size for n in sizes(1, entries))}):
+    jobs: dict[tuple[str, int], Callable[[], float]] = {}
+    widths = sizes(1, block_size) if bench.static else range(1, block_size + 1)
+    for rows in sorted({*widths, *(n * block_size for n in sizes(1, entries))}):
         jobs["target", rows] = bench.target_step(rows)
     for requests in sizes(1, entries):
         jobs["draft", requests] = bench.draft_pass(requests)
@@ -103,11 +109,11 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         for rows in (1, min(block_size, ONE_BLOCK)):
             jobs["target_context", rows] = alone.target_step(rows)
         jobs["draft_context", 1] = alone.draft_pass(1)
-    times = {job: [_seconds(work, target.device) for _ in range(2)][1:] for job, work in jobs.items()}
+    times = {job: [timed() for _ in range(2)][1:] for job, timed in jobs.items()}
     for turn in range(1, MOST_REPETITIONS):
-        for job, work in jobs.items():
+        for job, timed in jobs.items():
             if turn < REPETITIONS or not is_confirmed(times[job]):
-                times[job].append(_seconds(work, target.device))
+                times[job].append(timed())
     least = {job: min(seconds) for job, seconds in times.items()}
     spread = median(median(seconds) / min(seconds) - 1 for seconds in times.values())
     return Calibration(cost=tabulate(least, entries, long), spread=spread)
@@ -150,26 +156,35 @@ def _contexts(rows: int, entries: int) -> int:  # requests in a step of `rows` r
     return 1 if rows <= ONE_BLOCK else min(rows, entries)
 
 
-class _Bench:  # target and drafter over scratch caches with made-up contexts
+class _Bench:  # target and drafter over scratch caches with made-up contexts; each job returns seconds
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
-        self.entries, self.context, capacity = entries, context, context + 2 * block_size
+        self.entries, self.context, self.device = entries, context, target.device
+        capacity = context + (IN_A_ROW + 3) * block_size
         self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
+        self.static = self.speculator.drafter_runner.static
         policy, limits = FixedWidth(block_size), {"max_batch_size": entries, "capacity": capacity}
         self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False)
 
-    def target_step(self, rows: int) -> Callable[[], object]:
+    def target_step(self, rows: int) -> Callable[[], float]:
         used = max(_contexts(rows, self.entries), ceil(rows / self.speculator.block_size))
         # spread evenly, as in a batch of blocks
         drafts = [[1] * (rows // used + (entry < rows % used) - 1) for entry in range(used)]
 
-        def run() -> object:
-            self.speculator.ready = drafts
-            self.scheduler.running = [_scratch_request(entry, self.context) for entry in range(used)]
-            return self.scheduler.step()
+        def timed() -> float:
+            scheduler, self.speculator.ready = self.scheduler, drafts
+            scheduler.running = [_scratch_request(entry, self.context) for entry in range(used)]
+            if not self.static:
+                return _seconds(scheduler.step, self.device)
+            scheduler.policy = FixedWidth(1 + len(drafts[0]))
+            scheduler.step()  # the one after it is launched, too
+            start = perf_counter()
+            for _ in range(IN_A_ROW):
+                scheduler.step()
+            return (perf_counter() - start) / IN_A_ROW
 
-        return run
+        return timed
 
-    def draft_pass(self, requests: int) -> Callable[[], object]:
+    def draft_pass(self, requests: int) -> Callable[[], float]:
         speculator, target = self.speculator, self.speculator.target
         gained = speculator.block_size // 2  # a typical number of new context rows
         shape = gained, speculator.drafter.config.feature_size
@@ -181,20 +196,40 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts
                 request.features.append(features)
             return Speculator.draft(speculator, scratch, [speculator.block_size] * requests)
 
-        return run
+        return self._captured_drafts(requests) if self.static else lambda: _seconds(run, self.device)
+
+    def _captured_drafts(self, requests: int) -> Callable[[], float]:
+        speculator, block = self.speculator, self.speculator.block_size
+        shape = self.scheduler.target_runner.shapes.fit([Span(0, self.context, block)] * requests)
+        assert shape is not None
+        table = to_device([[entry, self.context, 1] for entry in range(requests)], self.device)
+
+        def work(table: Tensor) -> tuple[Tensor]:
+            return (Speculator.draft_blocks(speculator, table, shape, joined=True),)
+
+        def run() -> None:
+            for _ in range(IN_A_ROW):
+                speculator.drafter_runner.run(shape, "drafts", work, table)
+
+        return lambda: _seconds(run, self.device) / IN_A_ROW
 
 
 class _FreeDrafts(Speculator):
-    on_device = False
     ready: Sequence[list[int]] = ()
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         return list(self.ready)
 
+    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+        return table.new_ones(len(table), shape.width - 1)
+
+
+SCRATCH_IDS = count()
+
 
 def _scratch_request(entry: int, context: int, gained: int = 0) -> Request:
     return Request(
-        id=entry,
+        id=next(SCRATCH_IDS),  # a step that was launched for another request is not read for this one
         entry=entry,
         token_ids=[1] * (context + gained + 1),
         prompt_length=1,
@@ -227,7 +262,7 @@ def _key(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -
         target.config.model_dump_json(),
         drafter.config.model_dump_json(),
         json.dumps(Calibration.model_json_schema()),
-        "whole steps",
+        "steps in a row" if target.device.type == "cuda" else "whole steps",
         f"{block_size} {entries} {target.embedding.dtype} {len(drafter.hot_tokens or [])}",
         f"{_machine(target.device)} {versions('torch', 'dflash-serve')} {target.operators.kernels}",
     ]

@@ -3,15 +3,19 @@
 A decoding step has some hundred small kernels. Launched one by one they keep a GPU waiting for its host; a CUDA graph
 launches them together. A graph has fixed shapes, so steps are padded to a few shapes. Requests that fit a captured
 shape use its graph; the others, such as prompts, run in one ragged pass. On a CPU the same work runs without graphs.
+
+The graphs of an engine share a memory pool. A replay may overwrite what any other graph of the pool has returned, so
+results are read before another graph runs. State that must last is a tensor outside the pool, which a graph writes.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +30,10 @@ from dflash_serve.models.target import TargetModel, TargetOutput
 
 log = logging.getLogger(__name__)
 Work = Callable[..., tuple[Tensor, ...]]
-# Keys that the shortest shape reads; lengths double from here.
+# Keys that the shortest shape reads; lengths double from here, up to the capacity of a cache entry.
 SHORTEST = 256
-# Keys that the longest shape reads: in longer ones, reading padding would cost more than launching kernels one by one.
-LONGEST = 4096
+# A padded pass gathers K/V of its entries (one read, one write), then attends over them (one more read).
+READS_OF_PADDING = 3
 
 
 class Shape(NamedTuple):
@@ -69,27 +73,73 @@ class Shapes(NamedTuple):
     max_batch_size: int  # most requests of a step
     widest: int  # most rows of a request in a decoding step, B
     capacity: int  # positions of a cache entry
+    pass_keys: float = inf  # padded keys whose reading takes as long as one more pass over the model's weights
 
-    def all(self) -> list[Shape]:
-        """All shapes that `fit` can return, the largest first: the smaller ones reuse its memory."""
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys that passes read: SHORTEST, twice that, ..., capacity. The last step is SHORTEST or more."""
+        *shorter, last = sizes(SHORTEST, self.capacity)
+        return (*shorter[: len(shorter) - (last - SHORTEST < shorter[-1])], last) if shorter else (last,)
+
+    def all(self, widths: Collection[int] | None = None) -> list[Shape]:
+        """All shapes that `fit` can return, the largest first: the smaller ones reuse its memory.
+
+        Args:
+            widths: only shapes of these; None = of every width.
+        """
         return [
             Shape(requests, width, length)
-            for length in sizes(SHORTEST, min(self.capacity, LONGEST))[::-1]
+            for length in self.lengths[::-1]
             for requests in sizes(1, self.max_batch_size)[::-1]
             for width in sizes(1, self.widest)[::-1]
+            if widths is None or width in widths
         ]
 
     def fit(self, spans: Sequence[Span]) -> Shape | None:
-        """The smallest shape that holds these spans; None where none does (a prefill, or a long context)."""
+        """The smallest shape that holds these spans; None where none does, as of a prefill."""
         rows = max(span.length for span in spans)
         if rows > self.widest:
             return None
         width = at_least(rows, 1, self.widest)
         end = max(span.start for span in spans) + width
-        if end > min(self.capacity, LONGEST):
+        if end > self.capacity:
             return None
-        requests = at_least(len(spans), 1, self.max_batch_size)
-        return Shape(requests, width, at_least(end, SHORTEST, self.capacity))
+        return Shape(at_least(len(spans), 1, self.max_batch_size), width, self._length(end))
+
+    def parts(self, spans: Sequence[Span]) -> list[list[int]]:
+        """Places of the spans that run in one pass each: one or two padded ones, and one of those that fit no shape.
+
+        Short contexts are padded to the longest of their pass. They run in a pass of their own where that reads less,
+        although it reads the weights once more.
+        """
+        if self.fit(spans):
+            return self._by_length(list(range(len(spans))), spans)
+        fits = [self.fit([span]) is not None for span in spans]
+        padded, others = ([n for n, fit in enumerate(fits) if fit is kind] for kind in (True, False))
+        return [*(self._by_length(padded, spans) if padded else []), *([others] if others else [])]
+
+    def _by_length(self, places: list[int], spans: Sequence[Span]) -> list[list[int]]:
+        width = at_least(max(spans[n].length for n in places), 1, self.widest)
+        ends = {n: spans[n].start + width for n in places}
+        longest = self._length(min(max(ends.values()), self.capacity))
+        fewest, found = self._keys(len(places), longest), [places]
+        if fewest <= self.pass_keys:
+            return found
+        for length in self.lengths:
+            short = [n for n in places if ends[n] <= length]
+            if not short or len(short) == len(places):
+                continue
+            long = len(places) - len(short)
+            keys = self.pass_keys + self._keys(len(short), length) + self._keys(long, longest)
+            if keys < fewest:
+                fewest, found = keys, [short, [n for n in places if ends[n] > length]]
+        return found
+
+    def _keys(self, requests: int, length: int) -> int:  # that a padded pass reads
+        return at_least(requests, 1, self.max_batch_size) * length
+
+    def _length(self, end: int) -> int:
+        return next(length for length in self.lengths if length >= end)
 
 
 @cache
@@ -106,18 +156,28 @@ def at_least(number: int, first: int, last: int) -> int:
     return next(size for size in sizes(first, last) if size >= number)
 
 
+class GraphPool:
+    """Memory of the CUDA graphs of one engine."""
+
+    @cached_property
+    def handle(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+
 class StaticPass:
     """A function of tensors of fixed shapes, captured in a CUDA graph at its first call. On a CPU it is just called.
 
-    The next call overwrites the returned tensors. On a GPU without memory for a graph the function is called, slowly.
+    The next call, or one of another pass of the pool, overwrites the returned tensors. On a GPU without memory for a
+    graph the function is called, slowly.
 
     Args:
         work: reads the inputs it is called with, and tensors that stay where they are.
         inputs: examples of their shapes, dtypes and device.
+        changes: tensors outside the pool that `work` reads and then changes, or whose old values must not be lost.
     """
 
-    def __init__(self, work: Work, inputs: Sequence[Tensor]) -> None:
-        self.work = work
+    def __init__(self, work: Work, inputs: Sequence[Tensor], pool: GraphPool, changes: Sequence[Tensor] = ()) -> None:
+        self.work, self.pool, self.changes = work, pool, changes
         self.inputs = [torch.empty_like(tensor) for tensor in inputs]
         self.captures = self.inputs[0].device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -142,26 +202,32 @@ class StaticPass:
 
         `torch.cuda.graph` is not used: it collects garbage and empties the allocator's cache before every capture.
         """
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _no_garbage_collected():
-            self.work(*self.inputs)
-            torch.cuda.synchronize()
-            graph.capture_begin(pool=_pool())
-            try:
-                self.outputs = self.work(*self.inputs)
-            except BaseException:
-                with suppress(RuntimeError):  # it says that the capture is broken
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        before = [tensor.clone() for tensor in self.changes]
+        graph, stream, current = torch.cuda.CUDAGraph(), _capture_stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream), _no_garbage_collected():
+                self.work(*self.inputs)
+                torch.cuda.synchronize()
+                graph.capture_begin(pool=self.pool.handle)
+                try:
+                    self.outputs = self.work(*self.inputs)
+                except BaseException:
+                    with suppress(RuntimeError):  # it says that the capture is broken
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            current.wait_stream(stream)
+            for tensor, kept in zip(self.changes, before, strict=True):
+                tensor.copy_(kept)
         self.graph = graph
 
 
 @cache
-def _pool() -> Any:  # shared: no two graphs run at once, and their outputs lie apart
-    return torch.cuda.graph_pool_handle()
+def _capture_stream() -> Any:
+    # One for all graphs: the allocator reuses memory, and cuBLAS its workspace, on the same stream only.
+    return torch.cuda.Stream()
 
 
 @contextmanager
@@ -197,10 +263,11 @@ class Runner:
 
     Args:
         static: pad and capture decoding steps; None = on a GPU.
+        pool: memory of the engine's graphs; None = a pool of its own.
     """
 
-    def __init__(self, cache: KVCache, *, static: bool | None = None) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, *, static: bool | None = None, pool: GraphPool | None = None) -> None:
+        self.cache, self.pool = cache, pool or GraphPool()
         self.static = cache.keys.device.type == "cuda" if static is None else static
         if self.static:  # static passes read beyond the written part of a K/V cache, which must not hold NaN
             cache.keys.zero_()
@@ -210,10 +277,12 @@ class Runner:
     def _shapes(self, widest: int) -> Shapes:
         return Shapes(self.cache.entries, widest, self.cache.capacity)
 
-    def run(self, shape: Shape, kind: object, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(
+        self, shape: Shape, kind: object, work: Work, *inputs: Tensor, changes: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """The outputs of `work`, which is captured for each shape and kind; the next call overwrites them."""
         if (shape, kind) not in self.captured:
-            self.captured[shape, kind] = StaticPass(work, inputs)
+            self.captured[shape, kind] = StaticPass(work, inputs, self.pool, changes)
         return self.captured[shape, kind](*inputs)
 
     def _blocks(self, shape: Shape, kind: object, table: Tensor, work: Work, *, joined: bool) -> list[Tensor]:
@@ -237,32 +306,53 @@ class TargetRunner(Runner):
         widest: most rows of a request in a decoding step, B.
     """
 
-    def __init__(self, target: TargetModel, cache: KVCache, widest: int, *, static: bool | None = None) -> None:
-        super().__init__(cache, static=static)
-        self.target, self.widest, self.shapes = target, widest, self._shapes(widest)
+    def __init__(
+        self,
+        target: TargetModel,
+        cache: KVCache,
+        widest: int,
+        *,
+        static: bool | None = None,
+        pool: GraphPool | None = None,
+    ) -> None:
+        super().__init__(cache, static=static, pool=pool)
+        self.target, self.widest = target, widest
+        weights = sum(tensor.nbytes for tensor in target.parameters())
+        key = 2 * cache.keys[:, 0, :, 0].numel() * cache.keys.element_size()  # bytes of one position's K/V
+        self.shapes = self._shapes(widest)._replace(pass_keys=weights / (READS_OF_PADDING * key))
+        # First position and anchor of the next block of each entry, int64 [entries, 2]: see `block_step`.
+        self.state = torch.zeros(cache.entries, 2, dtype=torch.int64, device=cache.keys.device)
 
-    def prepare(self, layer_ids: tuple[int, ...]) -> None:
-        """Captures all decoding passes; no request may run."""
-        for shape, features in self.passes(layer_ids):
-            self([[0] * shape.width] * shape.requests, shape.spans, features)
-
-    def passes(self, layer_ids: tuple[int, ...]) -> Iterator[tuple[Shape, tuple[int, ...]]]:
-        """All decoding passes: shapes with features of these layers, and those of width 1 without, too."""
-        for shape in self.shapes.all():
+    def passes(self, layer_ids: tuple[int, ...], widths: Collection[int]) -> Iterator[tuple[Shape, tuple[int, ...]]]:
+        """Decoding passes of these widths: shapes with features of these layers, and those of width 1 without, too."""
+        for shape in self.shapes.all(widths):
             for features in {layer_ids, ()} if shape.width == 1 else {layer_ids}:
                 yield shape, features
 
     def __call__(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         """Token ids of each span's rows -> hidden [rows, H] and features [rows, F*H]; K/V goes into the cache."""
+        parts = self.shapes.parts(spans) if self.static else []
+        if len(parts) < 2:
+            return self._pass(rows, spans, layer_ids)
+        hidden: dict[int, Tensor] = {}
+        features: dict[int, Tensor] = {}
+        for part in parts:
+            output = self._pass([rows[n] for n in part], [spans[n] for n in part], layer_ids)
+            counts = [spans[n].length for n in part]
+            # Copied, since the next part's graph may overwrite them.
+            hidden.update(zip(part, output.hidden.clone().split(counts), strict=True))
+            if output.features is not None:
+                features.update(zip(part, output.features.clone().split(counts), strict=True))
+        joined = [torch.cat([found[n] for n in sorted(found)]) for found in (hidden, features) if found]
+        return TargetOutput(joined[0], joined[1] if features else None)
+
+    def _pass(self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...]) -> TargetOutput:
         shape = self.shapes.fit(spans) if self.static else None
         if shape is not None:
             table, real = to_device(shape.table(spans, rows), self.target.device), shape.real_rows(spans)
             hidden, features = self.blocks(table, shape, layer_ids, joined=False)
             kept = real if isinstance(real, slice) else to_device(real, self.target.device)
             return TargetOutput(hidden.flatten(0, 1)[kept], None if features is None else features.flatten(0, 1)[kept])
-        fits = [self.static and self.shapes.fit([span]) is not None for span in spans]
-        if any(fits) and not all(fits):
-            return self._in_two(rows, spans, layer_ids, fits)
         token_ids = to_device([token for row in rows for token in row], self.target.device)
         attend = self.target.attention(self.cache, spans)
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
@@ -284,21 +374,6 @@ class TargetRunner(Runner):
         hidden, *features = self._blocks(shape, layer_ids, table, work, joined=joined)
         return hidden, features[0] if features else None
 
-    def _in_two(
-        self, rows: Sequence[list[int]], spans: Sequence[Span], layer_ids: tuple[int, ...], fits: Sequence[bool]
-    ) -> TargetOutput:  # requests that fit a shape, and the others; rows come back in order
-        hidden: dict[int, Tensor] = {}
-        features: dict[int, Tensor] = {}
-        for kind in (True, False):
-            chosen = [n for n, fit in enumerate(fits) if fit is kind]
-            part = self([rows[n] for n in chosen], [spans[n] for n in chosen], layer_ids)
-            lengths = [spans[n].length for n in chosen]
-            hidden.update(zip(chosen, part.hidden.split(lengths), strict=True))
-            if part.features is not None:
-                features.update(zip(chosen, part.features.split(lengths), strict=True))
-        joined = [torch.cat([found[n] for n in sorted(found)]) for found in (hidden, features) if found]
-        return TargetOutput(joined[0], joined[1] if features else None)
-
     def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
         positions, attend = self._padded(table, shape, self.target)
         output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
@@ -316,13 +391,6 @@ class DrafterRunner(Runner):
     def __init__(self, embedding: Tensor, cache: KVCache, block_size: int, *, static: bool | None = None) -> None:
         super().__init__(cache, static=static)
         self.embedding, self.block_size = embedding, block_size
-
-    def prepare(self, drafter: Drafter) -> None:
-        """Captures every pass; no request may run."""
-        size = drafter.config.rows(self.block_size)
-        for shape in self._shapes(size).all():
-            if shape.width == size:
-                self(drafter, [0] * shape.requests, [(span.entry, span.start) for span in shape.spans])
 
     def blocks(self, drafter: Drafter, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
         """One padded pass over blocks [anchor, mask, ...], hidden [N, rows, H]; it does not wait for the device.

@@ -19,12 +19,12 @@ from dflash_serve.models.kv_cache import Span, to_device
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .block_step import BlockStep, BlockSteps
+from .block_step import BlockStep, BlockSteps, flying_in
 from .grammar import Grammar
-from .model_runner import TargetRunner
+from .model_runner import TargetRunner, at_least, sizes
 from .request import KVCacheManager, Request
 from .sampler import Sampler, StepResult, last_rows, result_of
 from .speculator import Speculator
@@ -67,12 +67,14 @@ class Scheduler:
         self.capacity, self.prefill_rows = capacity, prefill_rows
         widest = speculator.block_size if speculator else 1
         self.cache = target.new_cache(max_batch_size, capacity + widest)
-        self.target_runner = TargetRunner(target, self.cache, widest)
+        pool = speculator.drafter_runner.pool if speculator else None
+        self.target_runner = TargetRunner(target, self.cache, widest, pool=pool)
         self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
         self.sample = Sampler()
-        self._ahead: BlockStep | None = None  # launched, and not read yet
-        self._read_at = 0.0  # time at which the last block step was read
+        self._ahead: list[BlockStep] = []  # launched, and not read yet
+        self._widths: dict[int, int] = {}  # of the coming step of each request, by id
+        self._read_at = 0.0  # time at which the last step was read
         self.joined = 0
         self.statistics = AcceptanceStatistics()  # acceptance of all requests since the start
 
@@ -87,15 +89,17 @@ class Scheduler:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures the CUDA graphs of all decoding steps on a GPU, so that no request waits for a capture."""
+        """Captures the CUDA graphs of all block steps that the policy can ask for, so that no request waits for one.
+
+        The passes of requests that need the host between steps are captured when they first occur.
+        """
         if not self.target_runner.static:
             return
-        start, speculator = perf_counter(), self.speculator
-        layer_ids = speculator.target_layer_ids if speculator else ()
-        self.block_steps.prepare(layer_ids)
-        self.target_runner.prepare(layer_ids)
-        if speculator:
-            speculator.drafter_runner.prepare(speculator.drafter)
+        start, widest = perf_counter(), self.target_runner.widest
+        widths = sizes(1, widest)
+        if isinstance(self.policy, FixedWidth):
+            widths = (at_least(self.policy.width, 1, widest),)
+        self.block_steps.prepare(self.speculator.target_layer_ids if self.speculator else (), widths)
         log.info("captured %d CUDA graphs in %.1f s", self._prepared, perf_counter() - start)
 
     @property
@@ -176,73 +180,98 @@ class Scheduler:
     def step(self) -> list[StepResult]:
         """Runs one step of every running request; finished requests leave.
 
-        Where requests need no host (`block_step`), the step after this one is launched before this one's tokens are
-        read. Requests with a prompt to compute run beside it and join it later. On a CPU a step is launched and read.
+        Of requests that need no host (`block_step`), the step after this one is launched before this one's tokens are
+        read. The others run beside it: those that need the host, and those with a prompt to compute, which may join it
+        later. On a CPU a step is launched and read.
         """
         try:
             return self._step()
         except BaseException:
-            self._ahead = None
+            self._ahead = []
             raise
 
     def _step(self) -> list[StepResult]:
         start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
-        step, running = self._ahead, {request.id for request in requests}
-        if step is None or running.isdisjoint(step.ids):
-            step = self._launch(decoding, None)
-        if step:
+        block_steps, running = self.block_steps, {request.id for request in requests}
+        held = {request.id for request in decoding if block_steps.holds(request)}
+        on_device = [request for request in decoding if request.id in held]
+        others = [request for request in requests if request.id not in held]
+        steps = self._ahead
+        if running.isdisjoint(flying_in(steps)):
+            steps = self._launch(on_device, others, [])
+            if not steps:
+                self._choose_widths(decoding)
+        for step in steps:
             step.choose()  # before other passes overwrite what it chooses from
-        others = [request for request in requests if step is None or not request.is_decoding]
-        context_tokens = sum(request.verified for request in decoding)
-        read = self._run(others, context_tokens) if others else list
-        self._ahead = self._launch(decoding, step) if step else None
-        results = self._read(step, running) if step else []
-        read_at, self._read_at = self._read_at, perf_counter()
+        context_tokens = sum(request.verified for request in others if request.is_decoding)
+        context_tokens += sum(step.context_tokens for step in steps)
+        read = self._run(others) if others else list
+        self._ahead = self._launch(on_device, others, steps) if steps else []
+        results = [result for step in steps for result in self._read(step, running)]
         results += read()
         # Every token is on the host by now. Steps with a prefill or a capture are not timed.
+        read_at, self._read_at = self._read_at, perf_counter()
         seconds = None
         if len(decoding) == len(requests) and self._prepared == prepared:
-            seconds = (self._read_at - max(step.launched, read_at)) if step else perf_counter() - start
+            seconds = self._read_at - (max(steps[0].launched, read_at) if steps else start)
         verified = {request.id for request in decoding}
         if learnt := [result.request for result in results if result.request.id in verified]:
             ids, last = [request.id for request in learnt], [request.steps[-1] for request in learnt]
             widths, counts = [width for width, _ in last], [count for _, count in last]
-            self.policy.observe(Step(ids, widths, counts, seconds, step.context_tokens if step else context_tokens))
+            self.policy.observe(Step(ids, widths, counts, seconds, context_tokens))
         return [self._finish(result) for result in results]
 
-    def _launch(self, decoding: Sequence[Request], before: BlockStep | None) -> BlockStep | None:
-        """A block step of these requests, behind the one whose tokens are not read yet; None where none can be."""
-        steps = self.block_steps
-        requests = steps.candidates(decoding, before) if self.target_runner.static else None
+    def _launch(
+        self, on_device: Sequence[Request], others: Sequence[Request], before: Sequence[BlockStep]
+    ) -> list[BlockStep]:
+        """Block steps of the requests that need no host, behind those whose tokens are not read yet; none of none.
+
+        It chooses the widths of the coming step for all requests.
+
+        Args:
+            others: the requests that run beside them. Those that need the host, and decode in the coming step, get a
+                width, too.
+        """
+        flying = flying_in(before)
+        # Every step brings a token: a request that lacks one ends in the step before.
+        requests = [request for request in on_device if request.remaining > (request.id in flying)]
         if not requests:
-            return None
-        widths = [1] * len(requests)
-        if self.speculator is not None:
-            undraftable = {request.id for request in requests if not request.draftable}
-            context_tokens = sum(request.verified for request in requests)
-            widths = self.policy.widths([request.id for request in requests], context_tokens, undraftable)
-        shape = steps.shape(requests, before, widths)
-        if shape is None:
-            return None
-        return steps.launch(requests, widths[0], shape, before, self._wanted_features(requests))
+            return []
+        beside = [
+            request
+            for request in others
+            if not self.block_steps.holds(request)
+            and (request.is_decoding or len(request.token_ids) - request.verified <= self.prefill_rows)
+        ]
+        self._choose_widths([*requests, *beside])
+        return self.block_steps.launch(requests, self._widths, before, self._wanted_features(requests))
+
+    def _choose_widths(self, decoding: Sequence[Request]) -> None:
+        widths = [1] * len(decoding)
+        if self.speculator is not None and decoding:
+            undraftable = {request.id for request in decoding if not request.draftable}
+            context_tokens = sum(request.verified for request in decoding)
+            widths = self.policy.widths([request.id for request in decoding], context_tokens, undraftable)
+        each = zip(decoding, widths, strict=True)
+        self._widths = {request.id: width if request.draftable else 1 for request, width in each}
 
     def _read(self, step: BlockStep, running: Collection[int]) -> list[StepResult]:
         """Waits for a block step's tokens; requests that left meanwhile are passed over."""
         results = list[StepResult]()
-        for request, found in zip(step.requests, step.choose()[0].tolist(), strict=True):
+        for request, most, found in zip(step.requests, step.widths, step.choose().tolist(), strict=True):
             if request.id not in running:
                 continue
-            width = min(step.width, request.remaining)
+            width = min(most, request.remaining)
             results.append(result_of(request, found[: min(found[-1] + 1, width)]))
             self._commit(results[-1], 1, width, None)
             if step.injects and request.draftable:
                 request.injected = request.verified
         return results
 
-    def _run(self, requests: list[Request], context_tokens: int) -> Callable[[], list[StepResult]]:
+    def _run(self, requests: list[Request]) -> Callable[[], list[StepResult]]:
         """Launches a step of requests of any kind; the function that is returned reads and commits it."""
-        drafts = self._draft(requests, context_tokens)
+        drafts = self._draft(requests)
         pending = [request.pending[: self.prefill_rows] for request in requests]
         hidden, features = self._verify(requests, pending, drafts, self._wanted_features(requests))
         sampled = self._accept(requests, pending, drafts, hidden)
@@ -269,17 +298,11 @@ class Scheduler:
             self.speculator.cache.copy(donor.entry, entry, min(length, donor.injected))
         return min(length, donor.injected)
 
-    def _draft(self, requests: Sequence[Request], context_tokens: int) -> list[list[int]]:
+    def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
+        widths = [min(self._widths.get(each.id, 1), each.remaining) if each.is_decoding else 1 for each in requests]
         drafts: list[list[int]] = [[] for _ in requests]
-        decoding = [i for i, request in enumerate(requests) if request.is_decoding]
-        if self.speculator is None or not decoding:
-            return drafts
-        undraftable = {requests[i].id for i in decoding if not requests[i].draftable}
-        chosen = self.policy.widths([requests[i].id for i in decoding], context_tokens, undraftable)
-        able = {i: width if requests[i].draftable else 1 for i, width in zip(decoding, chosen, strict=True)}
-        widths = {i: min(width, requests[i].remaining) for i, width in able.items()}
-        wide = [i for i in decoding if widths[i] > 1]
-        if wide:
+        wide = [i for i, width in enumerate(widths) if width > 1]
+        if self.speculator is not None and wide:
             filled = self.speculator.draft([requests[i] for i in wide], [widths[i] for i in wide])
             for i, draft in zip(wide, filled, strict=True):
                 drafts[i] = draft

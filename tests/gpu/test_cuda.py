@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.training.test_attention import ANCHORS, inputs, random_drafter
 
+Folders = tuple[Path, Path]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
@@ -29,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) -> None:
+def test_graphs_change_no_token(folders: Folders, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     captured = tiny_engine(folders, device="cuda")
     found = []
@@ -43,17 +45,41 @@ def test_graphs_change_no_token(folders: tuple[Path, Path], temperature: float) 
     assert any(work.graph is not None for work in captured.scheduler.target_runner.captured.values())
 
 
-def test_all_graphs_are_captured_ahead(folders: tuple[Path, Path]) -> None:
+def test_all_graphs_are_captured_ahead(folders: Folders) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    engine = tiny_engine(folders, device="cuda")
+    engine = tiny_engine(folders, device="cuda", reuse_prefixes=False)
     engine.scheduler.prepare()
     passes = engine.scheduler.target_runner.captured
-    ahead = set(passes)
-    found = [output.token_ids for output in answers(engine, PROMPTS, params)]
-    expected = answers(tiny_engine(folders, device="cpu"), PROMPTS, params)
+    ahead, prompts = set(passes), [[*range(n, n + 10)] for n in range(5)]  # of more rows than a block
+    found = [output.token_ids for output in answers(engine, prompts, params)]
+    expected = answers(tiny_engine(folders, device="cpu"), prompts, params)
     assert found == [output.token_ids for output in expected]
     assert set(passes) == ahead
     assert all(work.graph is not None for work in passes.values())
+
+
+def test_engines_in_turns_answer_as_each_does_alone(folders: Folders) -> None:
+    full = tiny_engine(folders, device="cuda", reuse_prefixes=False)
+    full.scheduler.prepare()
+    engines = [full, full.plain(), full.fixed(4), full.fixed(4, fault="features zeroed")]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    streams = [engine.stream(PROMPTS, [params] * len(PROMPTS)) for engine in engines]
+    for _ in zip_longest(*streams):
+        pass
+    expected = [output.token_ids for output in answers(tiny_engine(folders, device="cpu"), PROMPTS, params)]
+    assert [[output.token_ids for output in stream.outputs()] for stream in streams] == [expected] * len(engines)
+
+
+def test_one_request_that_needs_the_host_changes_no_token(folders: Folders) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = [
+        plain,
+        plain.model_copy(update={"logprobs": 1}),
+        plain,
+        plain.model_copy(update={"temperature": 0.8, "seed": 3}),
+    ]
+    found = [answers(tiny_engine(folders, device=device), PROMPTS[:4], params) for device in ("cpu", "cuda")]
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -65,7 +91,7 @@ def test_triton_kernels_give_pytorchs_results(dim: int, dtype: torch.dtype) -> N
     assert difference(tiny_drafter_config(**sizes, head_dim=dim), dtype, torch.device("cuda")) is None
 
 
-def test_triton_kernels_change_no_token(folders: tuple[Path, Path]) -> None:
+def test_triton_kernels_change_no_token(folders: Folders) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine = tiny_engine(folders, device="cuda")
     speculator = engine.scheduler.speculator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -23,11 +24,13 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.width import AutoWidth
 from dflash_torch import calibration, model_runner
+from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.calibration import CONTEXT, WORTH, Calibration, choose_dtype, measure, measure_dtype_speed, tabulate
 from dflash_torch.engine import start_engine
 from dflash_torch.launch import with_operators
 from dflash_torch.sampler import Sampler
 from dflash_torch.scheduler import Scheduler
+from dflash_torch.server import __main__ as server_process
 from tests.support.embedded import answers, tiny_engine
 
 Folders = tuple[Path, Path]
@@ -235,6 +238,17 @@ def test_operators_are_compiled_unless_deployment_or_environment_say_otherwise_a
             found.append([output.token_ids for output in answers(engine, ["the quick brown fox", "over"], params)])
     assert names == ["compiled", "plain", "plain"] * 2
     assert found == found[:1] * 6
+
+
+def test_the_servers_process_never_looks_at_what_its_start_made_for_garbage(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedBackend, "engine", lambda *_: Mock())
+    try:
+        server_process._start(deployment(folders))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_flashinfer_is_refused_where_it_cannot_run(folders: Folders, measured: Mock) -> None:

@@ -249,12 +249,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     def noted(name: str, *given: Any, **named: Any) -> None:
         names.add(name)
-        run = partial(launch, name, *given, **named)
         graphs = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Graph)]
         with _disable_current_modes():
-            run()
+            launch(name, *given, **named)
         for graph in graphs:
-            graph.calls.append((run, (), {}, None))
+            graph.record(launch, name, *given, **named)
 
     monkeypatch.setattr(triton_kernels, "launch", noted)
     yield names
