@@ -223,10 +223,10 @@ def test_two_servers_that_speculate_are_never_called_lossless(
 
 
 def test_servers_that_tell_nothing_of_their_speculation_could_not_be_told(
-    plain_engine: EmbeddedEngine, file: Path, command: Command
+    folders: Folders, plain_engine: EmbeddedEngine, file: Path, command: Command
 ) -> None:
     command.monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
-    with running(plain_engine.plain()) as other, two_servers(plain_engine, other.url, file, None) as given:
+    with running(tiny_engine(folders, width=1)) as other, two_servers(plain_engine, other.url, file, None) as given:
         assert command(*given, "--samples", 0, "--max-tokens", 8) == 3
     assert "nothing shows that the side with speculation speculates" in command.said
     assert "nothing shows that the side without speculation does not speculate" in command.said
