@@ -19,7 +19,7 @@ from dflash_serve.errors import UserError
 from dflash_torch.engine import EmbeddedEngine, EngineStream
 from dflash_torch.model_runner import Runner
 from dflash_torch.scheduler import Scheduler
-from tests.support.embedded import PROMPTS, tiny_engine, with_passes
+from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 
 Folders = tuple[Path, Path]
 Truth = dict[tuple[int, ...], list[int]]
@@ -150,13 +150,13 @@ def test_engines_for_comparison_share_the_caches_of_their_original_and_answer_as
     monkeypatch.setattr(Scheduler, "prepare", lambda _: None)  # captures take memory of their own
     engine = tiny_engine(folders)
     full = engine.scheduler.cache.keys.nbytes
-    with Allocated() as found:
+    with Allocated() as allocated:
         made = [engine, engine.plain(), engine.fixed(3), engine.fixed(4, "features zeroed")]
-    assert found.bytes < full / 20
-    for each in (*made, *reversed(made)):
-        stream = started(each, *PROMPTS)
-        list(stream)
-        assert [output.token_ids for output in stream.outputs()] == list(truth.values())
+    assert allocated.bytes < full / 20
+    short = GREEDY.model_copy(update={"max_tokens": 8})
+    for each in (*made, *made[:2]):
+        found = answers(each, PROMPTS[:3], short)
+        assert [output.token_ids for output in found] == [answer[:8] for answer in truth.values()][:3]
 
 
 @pytest.mark.parametrize("prompts", [1, 4])
@@ -201,11 +201,11 @@ def test_an_engine_reuses_no_prefix_that_another_one_computed_or_overwrote(folde
 def test_a_fixed_engine_leaves_the_drafters_context_of_its_original_alone(folders: Folders, fault: str) -> None:
     engine, undisturbed = with_passes(tiny_engine(folders), static=True), tiny_engine(folders)
     spoilt = engine.fixed(4, fault)
-    list(started(spoilt, *reversed(PROMPTS)))
+    list(started(spoilt, PROMPTS[1]))
     assert spoilt.scheduler.speculator is not None
     for tensor in (spoilt.scheduler.speculator.cache.keys, spoilt.scheduler.speculator.cache.values):
         tensor.fill_(float("nan"))  # as an overflow leaves it
-    mine, expected = started(engine, *PROMPTS), started(undisturbed, *PROMPTS)
+    mine, expected = started(engine, *PROMPTS[:2]), started(undisturbed, *PROMPTS[:2])
     list(mine), list(expected)
     assert [o.statistics for o in mine.outputs()] == [o.statistics for o in expected.outputs()]
 
