@@ -48,7 +48,7 @@ CLI = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()")
 LOG_CHARACTERS = 20_000  # of a failed step's log, in the report
 LAST_SECONDS, GRACE_SECONDS = 15.0, 10.0  # time kept for the end, and from an interrupt to a kill
 MOST_BYTES, MOST_PARTS = 15_000_000, 2  # of a file, and of a drafter's files
-UNWRITTEN = 2_000_000  # bytes that the compressor may still hold, and more than a shard of answers
+UNWRITTEN = 2_000_000  # bytes of a shard of answers (0.3 MB) and of what the compressor holds back (0.2 MB), and more
 REPORT, ANSWERS, DRAFTER, RECIPE = "report.json", "answers.tar.xz", "drafter.tar", "recipe.yaml"
 OPENERS = ["What is", "How", "Write a Python function that", "Explain", "A shop sells"]
 BURSTS, IN_FLIGHT = "--burst --concurrency 1,8,32,64,128 --rounds 4", "--concurrency 1,8,32,64 --steps 60"
@@ -56,6 +56,9 @@ PROMPTS_A_SECOND = 100  # of the answers' time: the target makes up some 500 a s
 SERVED = "--users 1,8,32 --turns 4 --seconds 3"
 SIZES = {"turn": 48, "new": 160, "batch": 512, "sequences": 32}
 DRY_SIZES = {"turn": 8, "new": 16, "batch": 4, "sequences": 2}
+
+
+DRY_MINUTES = 0.02  # of training
 
 
 class Lease(StrEnum):
@@ -145,7 +148,7 @@ class Work(NamedTuple):
         if lease is Lease.L3 and not (self.train / "data").is_dir():
             lease = Lease.L23
         answers = {Lease.L2: 0.8, Lease.L23: 0.35}.get(lease, 0.0) * minutes
-        training = {Lease.L3: 0.75, Lease.L23: 0.35}.get(lease, 0.1) * minutes
+        training = DRY_MINUTES if self.dry else {Lease.L3: 0.75, Lease.L23: 0.35}.get(lease, 0.1) * minutes
         for name, wanted in (("answers", answers), ("training", 0.0)):
             recipe = self._recipe(wanted, training)
             write_whole(self.folder / f"{name}.yaml", yaml.safe_dump(recipe, sort_keys=False))
