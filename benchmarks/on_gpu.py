@@ -33,6 +33,7 @@ from contextlib import suppress
 from enum import StrEnum
 from lzma import LZMAError
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Annotated, Any, NamedTuple
 
@@ -337,14 +338,15 @@ def begin(work: Work, bring: Path | None) -> None:
     """Makes the folders, with what is brought; a folder that an earlier visit filled is left as it is."""
     if any((work.output / name).exists() for name in (ANSWERS, f"{DRAFTER}.1")):
         raise typer.BadParameter(f"{work.output} has what an earlier visit left: give another", param_hint="--output")
-    work.output.mkdir(parents=True, exist_ok=True)
-    coming = work.folder.with_name(f"{work.folder.name}.new")
-    shutil.rmtree(coming, ignore_errors=True)
-    coming.mkdir()
-    if bring is not None:
-        take_in(bring, coming / "train", fresh=work.fresh)
-    shutil.rmtree(work.folder, ignore_errors=True)  # only now: it may have been brought
-    coming.rename(work.folder)
+    work.output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=work.output.parent) as name:
+        coming = Path(name) / "new"
+        coming.mkdir()
+        if bring is not None:
+            take_in(bring, coming / "train", fresh=work.fresh)
+        shutil.rmtree(work.folder, ignore_errors=True)  # only now: it may have been brought
+        coming.rename(work.folder)
+    work.output.mkdir(exist_ok=True)
 
 
 def run_step(step: Step, folder: Path, allowed: float) -> dict[str, Any]:
