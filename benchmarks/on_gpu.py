@@ -229,10 +229,10 @@ def take_in(bring: Path, train: Path, *, fresh: bool) -> None:
         elif not packs and not parts:
             raise typer.BadParameter(f"{bring} is no output of this script, nor a folder of `train`")
         for pack in packs:
-            with tarfile.open(pack) as tar:
+            with tarfile.open(pack, "r:xz") as tar:
                 tar.extractall(train, filter="data")
         if parts:
-            with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as tar:
+            with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts)), mode="r:") as tar:
                 tar.extractall(train / "drafter", filter="data")
     except (OSError, EOFError, tarfile.TarError, LZMAError) as error:
         raise typer.BadParameter(f"{bring} does not unpack ({error})") from None

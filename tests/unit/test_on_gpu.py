@@ -187,11 +187,12 @@ def test_what_is_too_large_is_left_out_by_worth(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_script_refuses_what_it_cannot_take_in_and_keeps_what_is_there(l23: Path, tmp_path: Path) -> None:
     (broken := tmp_path / "answers.tar.xz").write_bytes(b"no archive")
-    for given, says in ((tmp_path, "no output of this script"), (broken, "does not unpack")):
+    (empty := tmp_path / "empty").mkdir()
+    for given, says in ((empty, "no output of this script"), (broken, "does not unpack")):
         refused = call(tmp_path / "out", "L3", "--dry", "--bring", given)
         assert refused.exit_code == 2
         assert says.replace(" ", "") in "".join(refused.output.replace("│", "").split())
-    assert [path.name for path in tmp_path.iterdir()] == [broken.name], "nothing is left half-way"
+    assert set(tmp_path.iterdir()) == {broken, empty}, "nothing is left half-way"
     before = {path.name: path.read_bytes() for path in l23.iterdir()}
     assert call(l23, "L3", "--dry", "--bring", l23).exit_code == 2
     assert {path.name: path.read_bytes() for path in l23.iterdir()} == before
