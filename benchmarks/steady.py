@@ -26,8 +26,11 @@ from rich.progress import track
 from benchmarks.turns import ANSWERS, in_turns, show, summary, write_report
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.backend import RequestOutput
+from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine
+from dflash_torch.scheduler import Scheduler
+from dflash_torch.speculator import Speculator
 from tests.support.prompts import word_problems
 
 SHORTEST = 8
@@ -103,10 +106,9 @@ class Bench:
         full, block_size = llm.engine, llm.engine.block_size
         assert block_size is not None
         self.tokens, self.dtype = tokens, full.dtype
-        ours = {"off": full.plain(), "fixed": full.fixed(block_size), "auto": full}
-        self.engines = {way: engine for way, engine in ours.items() if way in ways}
-        for engine in self.engines.values():
-            engine.scheduler.cache_manager.reuse = False  # every round has the same prompts
+        full.scheduler.cache_manager.reuse = False  # every round has the same prompts
+        widths = {"off": 1, "fixed": block_size}
+        self.engines = {way: full if way == "auto" else apart(full, widths[way]) for way in ways}
         self.prompts = [full.tokenize(prompt) for prompt in word_problems(20)]
 
     def round(self, size: int, number: int) -> dict[str, dict[str, Any]]:
@@ -125,6 +127,18 @@ class Bench:
             "acceptance_length": statistics.acceptance_length,
             "tokens_per_step": statistics.tokens_per_step,
         }
+
+
+def apart(full: EmbeddedEngine, width: int) -> EmbeddedEngine:
+    """An engine of the same weights with K/V caches of its own: requests of all ways are in flight at once."""
+    like, speculator = full.scheduler, None
+    limits = {"max_batch_size": like.cache.entries, "capacity": like.capacity}
+    if width > 1:
+        assert like.speculator is not None
+        speculator = Speculator(like.speculator.drafter, like.target, block_size=width, **limits)
+    scheduler = Scheduler(like.target, speculator, FixedWidth(width), **limits, reuse_prefixes=False)
+    scheduler.prepare()
+    return EmbeddedEngine(scheduler, full.tokenizer)
 
 
 def bursts(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:

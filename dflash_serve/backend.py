@@ -130,11 +130,16 @@ class Engine(Protocol):
         ...
 
     def plain(self) -> Engine:
-        """An engine with this target and without speculation, to compare with."""
+        """An engine with this target and without speculation, to compare with.
+
+        It shares memory with this one: one of them answers at a time, until its streams are read or closed.
+        """
         ...
 
     def fixed(self, width: int, fault: str | None = None) -> Engine:
         """An engine with this target and drafter that verifies `width` slots in every step; no prefix is reused.
+
+        It shares memory with this one, as `plain`.
 
         Args:
             fault: a name from `controls`: the drafter is fed wrongly on purpose. Answers stay the same, drafts do not.

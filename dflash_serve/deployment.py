@@ -166,7 +166,7 @@ class Limits(Frozen):
     max_batch_size: Count | None = None
     """Requests that run at the same time, on all copies of the model together (`parallel.data`): each copy takes an
     equal share. Further ones wait in the queue. None = the engine's default, or as many as its memory holds;
-    `dflash-serve serve --dry-run` prints the number."""
+    `dflash-serve serve --dry-run` prints the number where it is known before the start."""
     max_model_len: Count | None = None
     """Tokens of prompt and answer together; None = the target's own limit."""
     max_queued_requests: Count = 256

@@ -33,6 +33,7 @@ from .launch import (
     argument_problems,
     choices,
     choose_waiting,
+    memory_here,
     memory_problems,
     readable,
     server_environment,
@@ -130,14 +131,16 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         raise_problems(self.check(deployment))
         # A server reserves its whole K/V cache; without the memory it would be killed under load.
-        raise_problems(memory_problems(deployment, *sizes(deployment)))
-        write_whole(folder / DEPLOYMENT_FILE, with_batch_size(deployment).model_dump_json(indent=1))
+        raise_problems(memory_problems(deployment, *sizes(deployment), memory_here(deployment)))
+        write_whole(folder / DEPLOYMENT_FILE, deployment.model_dump_json(indent=1))
 
     def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        filled = with_batch_size(deployment)
-        written = PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", filled.model_dump_json(indent=1))
-        notes = [f"on this machine, {problem}" for problem in memory_problems(filled, *sizes(filled))]
-        return Preview([written], list(choices(deployment, filled)), notes)
+        written = PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", deployment.model_dump_json(indent=1))
+        memory = memory_here(deployment)
+        problems = memory_problems(deployment, *sizes(deployment), memory)
+        return Preview(
+            [written], list(choices(deployment, memory)), [f"on this machine, {problem}" for problem in problems]
+        )
 
     def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))

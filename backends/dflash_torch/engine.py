@@ -36,6 +36,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 from .answer import Answer, AnswerFailedError, Item, StepFailedError
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
+from .request import KVCacheManager
 from .sampler import StepResult
 from .scheduler import Scheduler
 from .speculator import Speculator
@@ -126,7 +127,8 @@ class EngineLoop:
             self._deliver(result)
 
     def _admit(self) -> None:
-        while self.scheduler.free_entries and self.waiting:
+        # Without a free entry and a running answer, another engine has the entries: to join is an error then.
+        while self.waiting and (self.scheduler.free_entries or not self.running):
             answer = self.waiting[0]
             if self._soon_reusable(answer):
                 return
@@ -281,34 +283,36 @@ class EmbeddedEngine:
         self.scheduler.cache_manager.holds.clear()
 
     def plain(self) -> EmbeddedEngine:
-        made = self._with(None, FixedWidth(1))
+        made = self._with(None, FixedWidth(1), self.scheduler.cache_manager.beside(reuse=True))
         made.scheduler.prepare()
         return made
 
     def fixed(self, width: int, fault: str | None = None) -> EmbeddedEngine:
-        if self.scheduler.speculator is None:
+        sound, change = self.scheduler.speculator, None
+        if sound is None:
             raise UserError("without a drafter nothing is drafted", where="width", do="name a drafter")
-        speculator = self.scheduler.speculator.twin()
-        if not 1 <= width <= speculator.block_size:
-            raise UserError(f"width {width}: blocks have 1 to {speculator.block_size} slots", where="width")
+        if not 1 <= width <= sound.block_size:
+            raise UserError(f"width {width}: blocks have 1 to {sound.block_size} slots", where="width")
         if fault is not None:
             from .faults.catalogue import catalogue
 
-            found = {each.name: each for each in catalogue(speculator)}
-            if fault not in found:
-                raise UserError(f"there is no {fault!r}", where="fault", do=f"known for this pair: {', '.join(found)}")
-            speculator = found[fault].change(speculator)
-        made = self._with(speculator, FixedWidth(width), reuse_prefixes=False)
-        if fault is None:
+            changes = {each.name: each.change for each in catalogue(sound)}
+            if fault not in changes:
+                raise UserError(
+                    f"there is no {fault!r}", where="fault", do=f"known for this pair: {', '.join(changes)}"
+                )
+            change = changes[fault]
+        manager = self.scheduler.cache_manager.beside(reuse=False)
+        speculator = sound.twin()
+        made = self._with(change(speculator) if change else speculator, FixedWidth(width), manager)
+        if change is None:
             made.scheduler.prepare()
         return made
 
-    def _with(
-        self, speculator: Speculator | None, policy: FixedWidth, *, reuse_prefixes: bool = True
-    ) -> EmbeddedEngine:
+    def _with(self, speculator: Speculator | None, policy: FixedWidth, manager: KVCacheManager) -> EmbeddedEngine:
         full = self.scheduler
         limits = {"max_batch_size": full.cache.entries, "capacity": full.capacity, "prefill_rows": full.prefill_rows}
-        scheduler = Scheduler(full.target, speculator, policy, **limits, reuse_prefixes=reuse_prefixes)
+        scheduler = Scheduler(full.target, speculator, policy, **limits, shared=(full.cache, manager))
         return EmbeddedEngine(scheduler, self.tokenizer)
 
 

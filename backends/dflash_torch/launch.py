@@ -1,13 +1,14 @@
-"""Decisions before PyTorch is loaded: open fields, memory, the settings of the server, and how threads wait."""
+"""Decisions before the engine is loaded: open fields, memory, the settings of the server, and how threads wait."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from importlib import import_module
 from pathlib import Path
 from time import sleep
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -20,12 +21,15 @@ from dflash_serve.common.settings import describe
 from dflash_serve.deployment import COST_TABLE, GIB, Deployment, given_cost
 from dflash_serve.deployment_checks import key_problems, uses_drafter
 from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import Problem, UserError, first_line
 
 from .facts import SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
-# Exists on machines with an NVIDIA driver, where the GPU's memory counts; only the extra `[cuda]` can read it.
+log = logging.getLogger(__name__)
+
+# Exists on machines with an NVIDIA driver, where the GPU's memory counts. Only PyTorch knows which GPU is used
+# (CUDA_VISIBLE_DEVICES, MIG), and loading it takes seconds, so this memory is read where the engine starts.
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Requests at once where the deployment leaves the number open, on a CPU and on a GPU.
 MOST_REQUESTS, MOST_ON_GPU = 32, 128
@@ -34,13 +38,46 @@ USED_SHARE = 0.8
 LESS_MEMORY = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
 
 
-def memory_problems(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None) -> list[Problem]:
+class Memory(NamedTuple):
+    """Memory of the device that runs the engine."""
+
+    free: int | None  # bytes; None = not known
+    on_gpu: bool
+
+
+def memory_here(deployment: Deployment) -> Memory | None:
+    """Memory without PyTorch: that of a CPU. None where a GPU's counts, which `device_memory` tells at the start."""
+    may_use_gpu = deployment.hardware.gpu != "none" and NVIDIA_DRIVER.exists()
+    return None if may_use_gpu else Memory(free_bytes(), on_gpu=False)
+
+
+def device_memory(deployment: Deployment) -> Memory:
+    """Memory of the device that PyTorch chooses in this process: the first GPU that it sees, or the CPU.
+
+    Raises:
+        UserError: the GPU does not tell its free memory, and `limits.max_batch_size` is open.
+    """
+    import torch  # a command that starts no engine has no use for it
+
+    if deployment.hardware.gpu == "none" or not torch.cuda.is_available():
+        return Memory(free_bytes(), on_gpu=False)
+    try:
+        return Memory(torch.cuda.mem_get_info()[0], on_gpu=True)
+    except RuntimeError as error:
+        what = f"it is open, and the GPU does not tell its free memory ({first_line(error)})"
+        raise UserError(what, where="limits.max_batch_size", do="give the number of requests at once") from None
+
+
+def memory_problems(
+    deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, memory: Memory | None
+) -> list[Problem]:
     """A problem if weights and K/V caches need more than the free memory; none where that is not known."""
-    free, on_gpu = _free(deployment)
-    needed = needed_bytes(deployment, target, drafter, on_gpu=on_gpu)
-    if free is None or needed <= free:
+    if memory is None or memory.free is None:
         return []
-    what = f"weights and K/V need {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
+    needed = needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu)
+    if needed <= memory.free:
+        return []
+    what = f"weights and K/V need {needed / GIB:.1f} GiB, {memory.free / GIB:.1f} GiB are free"
     return [Problem(what, "limits", LESS_MEMORY)]
 
 
@@ -72,20 +109,31 @@ def needed_bytes(
 
 
 def with_batch_size(deployment: Deployment) -> Deployment:
-    """The deployment with `limits.max_batch_size` filled in where it is left open.
+    """The deployment with `limits.max_batch_size` filled in where it is left open, in the process of the engine.
 
-    It is the largest power of two, up to `MOST_REQUESTS` or `MOST_ON_GPU`, whose K/V at full length fits into the free
-    memory.
+    Raises:
+        UserError: as `device_memory`.
     """
     if deployment.limits.max_batch_size is not None:
         return deployment
-    free, on_gpu = _free(deployment)
-    room = None if free is None else free * USED_SHARE
-    batch, models = MOST_ON_GPU if on_gpu else MOST_REQUESTS, sizes(deployment)
-    while batch > 1 and room is not None and needed_bytes(deployment, *models, on_gpu=on_gpu, batch=batch) > room:
-        batch //= 2
+    batch = largest_batch(deployment, *sizes(deployment), device_memory(deployment))
+    log.info("limits.max_batch_size = %d: the K/V of so many requests fits into the free memory", batch)
     limits = deployment.limits.model_copy(update={"max_batch_size": batch})
     return deployment.model_copy(update={"limits": limits})
+
+
+def largest_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, memory: Memory) -> int:
+    """The largest power of two of requests, up to `MOST_REQUESTS` or `MOST_ON_GPU`, whose K/V fits at full length.
+
+    A CPU whose memory is not known gets `MOST_REQUESTS`: its K/V takes memory only where it is written.
+    """
+    batch = MOST_ON_GPU if memory.on_gpu else MOST_REQUESTS
+    if memory.free is None:
+        return batch
+    room = memory.free * USED_SHARE
+    while batch > 1 and needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu, batch=batch) > room:
+        batch //= 2
+    return batch
 
 
 def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
@@ -97,12 +145,6 @@ def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
     return target, drafter
 
 
-def _free(deployment: Deployment) -> tuple[int | None, bool]:  # free bytes (None = not known); True = on a GPU
-    gpus = [] if deployment.hardware.gpu == "none" else free_on_gpus()
-    free = gpus[0] if gpus else None if gpus is None and NVIDIA_DRIVER.exists() else free_bytes()
-    return free, bool(gpus)
-
-
 def free_bytes() -> int | None:
     """Available memory of a Linux machine; None = not known."""
     try:
@@ -110,23 +152,6 @@ def free_bytes() -> int | None:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-
-
-def free_on_gpus() -> list[int] | None:
-    """Free bytes of each GPU, in NVML's order; [] where no driver answers, None without the extra `[cuda]`."""
-    try:
-        nvml = import_module("cuda.bindings.nvml")
-    except ImportError:
-        return None
-    try:
-        nvml.init_v2()
-    except Exception:  # no library, no driver, no device: cuda-python has an exception class for each
-        return []
-    try:
-        handles = [nvml.device_get_handle_by_index_v2(index) for index in range(nvml.device_get_count_v2())]
-        return [nvml.device_get_memory_info_v2(handle).free for handle in handles]
-    finally:
-        nvml.shutdown()
 
 
 KEYS = {
@@ -189,14 +214,17 @@ def server_environment(deployment: Deployment) -> dict[str, str]:
     }
 
 
-def choices(deployment: Deployment, filled: Deployment) -> Iterator[Choice]:
-    """The choices where a deployment leaves a field open; `filled` is the deployment with its batch size."""
+def choices(deployment: Deployment, memory: Memory | None) -> Iterator[Choice]:
+    """The choices where a deployment leaves a field open; `memory` is that of `memory_here`."""
     target, drafter = sizes(deployment)
-    batch = filled.limits.max_batch_size
     if deployment.limits.max_batch_size is None:
-        most = f"at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
-        why = f"the largest power of two whose K/V fits into the free memory, {most}"
-        yield Choice("limits.max_batch_size", f"{batch}", why)
+        fits = "the largest power of two whose K/V fits into the free memory"
+        if memory is None:
+            why = f"at the start: {fits} of the GPU, at most {MOST_ON_GPU} (at most {MOST_REQUESTS} on a CPU)"
+            yield Choice("limits.max_batch_size", "as many as fit", why)
+        else:
+            why = f"{fits} of this machine at the start, at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
+            yield Choice("limits.max_batch_size", f"{largest_batch(deployment, target, drafter, memory)}", why)
     if deployment.limits.max_model_len is None:
         yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")
     if drafter is not None and deployment.speculation.block_size is None:

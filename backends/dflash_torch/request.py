@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dflash_serve.backend import FinishReason
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -95,17 +96,49 @@ class Request:
 
 
 class KVCacheManager:
-    """Free entries, and the request whose K/V each entry holds."""
+    """Free entries, and the request whose K/V each entry holds.
+
+    Managers of the same entries take turns. A manager begins a turn when no request of another one runs, and forgets
+    what the entries held in its turn before.
+    """
 
     def __init__(self, count: int, *, reuse: bool = True) -> None:
+        self.count = count
         self.free = list(range(count))  # free entries, the longest unused first
         self.reuse = reuse
         self.holds: dict[int, Request] = {}
+        self._turn = [self]  # the manager whose turn it is; shared by managers of the same entries
+
+    def beside(self, *, reuse: bool) -> KVCacheManager:
+        """Another manager of the same entries, whose turn it is now.
+
+        Raises:
+            UserError: as `take_turn`.
+        """
+        made = KVCacheManager(self.count, reuse=reuse)
+        made.free, made._turn = self.free, self._turn
+        made.take_turn()
+        return made
+
+    def take_turn(self) -> bool:
+        """Begins a turn; False if it is this manager's turn already.
+
+        Raises:
+            UserError: a request of another manager runs.
+        """
+        if self._turn[0] is self:
+            return False
+        if len(self.free) < self.count:
+            what = "an engine that shares this one's K/V cache still answers"
+            raise UserError(what, where="engine", do="read its streams to their ends, or close them")
+        self._turn[0] = self
+        self.holds.clear()
+        return True
 
     def allocate(self, prompt: Sequence[int], salt: str, *, draftable_worth: int) -> tuple[int, Request | None, int]:
         """Takes a free entry for a prompt -> the entry, a donor and the length of the prefix that is its K/V.
 
-        One entry must be free. Prefixes are reused from requests of the same salt only.
+        One entry must be free, in this manager's turn. Prefixes are reused from requests of the same salt only.
 
         Args:
             draftable_worth: tokens of prefix that are computed again rather than copied from a request with a gap in

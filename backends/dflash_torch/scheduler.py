@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.errors import UserError
-from dflash_serve.models.kv_cache import Span, to_device
+from dflash_serve.models.kv_cache import KVCache, Span, to_device
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
@@ -50,6 +50,7 @@ class Scheduler:
         capacity: most tokens of one request, prompt and answer together.
         prefill_rows: most rows of one prompt in a step; bounds the memory of a long prompt's masks.
         reuse_prefixes: prompts may start from prefixes that earlier requests left in the K/V caches.
+        shared: another scheduler's K/V cache of the target, and a manager of its entries (`KVCacheManager.beside`).
     """
 
     def __init__(
@@ -62,14 +63,17 @@ class Scheduler:
         capacity: int,
         prefill_rows: int = 1024,
         reuse_prefixes: bool = True,
+        shared: tuple[KVCache, KVCacheManager] | None = None,
     ) -> None:
         self.target, self.speculator, self.policy = target, speculator, policy
         self.capacity, self.prefill_rows = capacity, prefill_rows
         widest = speculator.block_size if speculator else 1
-        self.cache = target.new_cache(max_batch_size, capacity + widest)
+        self.cache, self.cache_manager = shared or (
+            target.new_cache(max_batch_size, capacity + widest),
+            KVCacheManager(max_batch_size, reuse=reuse_prefixes),
+        )
         pool = speculator.drafter_runner.pool if speculator else None
         self.target_runner = TargetRunner(target, self.cache, widest, pool=pool)
-        self.cache_manager = KVCacheManager(max_batch_size, reuse=reuse_prefixes)
         self.running: list[Request] = []
         self.sample = Sampler()
         self._ahead: list[BlockStep] = []  # launched, and not read yet
@@ -118,9 +122,11 @@ class Scheduler:
             salt: only requests of the same salt share prefixes.
 
         Raises:
-            UserError: as `check`.
+            UserError: as `check`, or an engine that shares the K/V cache still answers.
         """
         self.check(token_ids, params)
+        if self.cache_manager.take_turn() and self.speculator is not None:
+            self.speculator.clear_context()
         worth = self._draftable_worth()
         entry, donor, reused = self.cache_manager.allocate(token_ids, salt, draftable_worth=worth)
         try:

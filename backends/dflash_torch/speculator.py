@@ -33,11 +33,19 @@ class Speculator:
         self.hot_head = HotHead(target.head, drafter.hot_tokens) if drafter.hot_tokens else None
 
     def twin(self) -> Self:
-        """A speculator of this drafter with another K/V cache, so that both can run in turns."""
+        """A speculator of this drafter and its K/V cache, with passes of its own; both can run in turns."""
         made, runner = copy.copy(self), self.drafter_runner
-        made.cache = self.cache.empty_twin()
-        made.drafter_runner = DrafterRunner(runner.embedding, made.cache, self.block_size, static=runner.static)
+        made.drafter_runner = DrafterRunner(runner.embedding, self.cache, self.block_size, static=runner.static)
         return made
+
+    def clear_context(self) -> None:
+        """Zeroes the context that another speculator left, where passes read beyond a sequence's end.
+
+        A drafter with a fault may have left NaN there.
+        """
+        if self.drafter_runner.static:
+            self.cache.keys.zero_()
+            self.cache.values.zero_()
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:

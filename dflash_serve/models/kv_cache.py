@@ -9,7 +9,6 @@ a smaller length alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -84,12 +83,6 @@ class KVCache:
         """A cache for `entries` sequences of up to `capacity` tokens through a model of this configuration."""
         shape = {"layers": config.num_layers, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
         return cls(**shape, entries=entries, capacity=capacity, dtype=dtype, device=device)
-
-    def empty_twin(self) -> KVCache:
-        """Another cache of this shape, all zeros."""
-        made = copy(self)
-        made.keys, made.values = torch.zeros_like(self.keys), torch.zeros_like(self.values)
-        return made
 
     def write(self, layer: int, spans: Sequence[Span], k: Tensor, v: Tensor) -> None:
         """Stores k, v [rows, kv_heads, head_dim] of a flat batch at its spans."""

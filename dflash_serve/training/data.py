@@ -149,13 +149,15 @@ def make_data(
     if manifest and (manifest.finished or (minutes is not None and manifest.seconds >= minutes * 60)):
         return manifest
     engine, excluded = open_engine(), read_excluded(recipe.data.exclude)
+    # As if all had been made without a pause; prompts that the target makes up take their part of the minutes.
+    began = time.monotonic() - (manifest.seconds if manifest else 0.0)
     with processes.first_ahead():
         prompts = gather_prompts(recipe, engine, folder, excluded, report)
     if manifest is None:
         counts = {"prompts": len(prompts), "excluded": excluded.found}
         manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
-    writer = _Writer(folder, manifest, recipe.data.answers.shard_size, processes.rank)
-    deadline = inf if minutes is None else writer.began + minutes * 60
+    writer = _Writer(folder, manifest, recipe.data.answers.shard_size, processes.rank, began)
+    deadline = inf if minutes is None else began + minutes * 60
     mine = range(processes.rank, len(prompts), processes.count)
     requests = _requests(recipe, prompts, [index for index in mine if index not in writer.done], deadline)
     for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
@@ -266,10 +268,11 @@ class _Writer:
 
     Args:
         manifest: the folder's when the run began; the process `rank` 0 adds to it, the others begin their own.
+        began: time from which `seconds` are counted.
     """
 
-    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int, rank: int) -> None:
-        self.folder, self.shard_size, self.rank = folder, shard_size, rank
+    def __init__(self, folder: Path, manifest: DataManifest, shard_size: int, rank: int, began: float) -> None:
+        self.folder, self.shard_size, self.rank, self.began = folder, shard_size, rank, began
         known = [answer for entry in manifest.shards for answer in read_shard(folder, entry)]
         self.done = {answer.prompt_index for answer in known}
         self.distinct = {tuple(answer.tokens[answer.prompt_length :].tolist()) for answer in known}
@@ -278,7 +281,6 @@ class _Writer:
             manifest = manifest.model_copy(update={"shards": (), **dict.fromkeys(COUNTS, 0)})
         self.manifest, self.counts = manifest, {name: getattr(manifest, name) for name in COUNTS}
         self.pending: list[Example] = []
-        self.began = time.monotonic() - manifest.seconds  # as if all had been made without a pause
 
     def add(self, completion: Completion) -> bool:
         """Takes an answer, or drops one that is too short or a repetition; True when a shard is full."""

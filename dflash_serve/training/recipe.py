@@ -89,6 +89,7 @@ class AnswersSection(Frozen):
     """This share of the prompts is answered by sampling at `temperature`, the rest greedily."""
     temperature: Positive = 0.7
     max_minutes: Positive | None = None
+    """Time for prompts that the target makes up and for answers, without that of loading it; None = no limit."""
     shard_size: PositiveInt = 256
 
 

@@ -56,7 +56,7 @@ class Best(Frozen):
 class Progress(Frozen):
     """State of a run beside its tensors."""
 
-    made_by: dict[str, Any]  # the settings that a resumed run must share: the recipe without its budget
+    made_by: dict[str, Any]  # the settings that a resumed run must share: the recipe without its budgets
     step: int = 0
     seconds: float = 0.0  # time spent training; pauses are not counted
     best: Best | None = None  # none = nothing was validated yet
@@ -202,6 +202,7 @@ class Trainer:
         self.best: dict[str, Tensor] = {}  # weights of the best step; empty = nothing was validated yet
         made_by = recipe.model_dump(mode="json")
         made_by["training"] = {k: v for k, v in made_by["training"].items() if k not in ("steps", "minutes")}
+        made_by["data"]["answers"]["max_minutes"] = None  # a training goes on with more answers than it began with
         self.progress, self.checkpoints = Progress(made_by=made_by), ResultFolders(output)
         self.stopping = False
         target.pack()

@@ -199,6 +199,21 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
     assert "resumed at step 3" in capsys.readouterr().err
 
 
+def test_more_minutes_for_answers_do_not_make_a_training_another_one(
+    target: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def within(minutes: float) -> Recipe:
+        fields = tiny_recipe(target, prompts).model_dump()
+        fields["data"]["answers"]["max_minutes"] = minutes
+        return Recipe.model_validate(fields)
+
+    first = trainer(within(60), tmp_path / "out")
+    first.progress = first.progress.model_copy(update={"step": STEPS - 1})
+    first.save()
+    assert run(within(90), tmp_path / "out", resume=True)
+    assert f"resumed at step {STEPS - 1}" in capsys.readouterr().err
+
+
 def test_other_settings_start_anew_say_why_and_leave_the_old_checkpoint(
     target: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,10 +223,10 @@ def test_two_servers_that_speculate_are_never_called_lossless(
 
 
 def test_servers_that_tell_nothing_of_their_speculation_are_asked_nothing(
-    plain_engine: EmbeddedEngine, file: Path, command: Command
+    folders: Folders, plain_engine: EmbeddedEngine, file: Path, command: Command
 ) -> None:
     command.monkeypatch.setattr("dflash_torch.server.worker.ServerMetrics.render", lambda self: b"")
-    with running(plain_engine.plain()) as other, two_servers(plain_engine, other.url, file, None) as given:
+    with running(tiny_engine(folders, width=1)) as other, two_servers(plain_engine, other.url, file, None) as given:
         assert command(*given, "--samples", 0, "--max-tokens", 8) == 2
     assert "shows no metrics of an engine that is known here" in command.said
     assert "--with-metrics-url" in command.said

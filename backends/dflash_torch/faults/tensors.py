@@ -85,14 +85,17 @@ def _engine_flow(engine: EmbeddedEngine, layer_ids: tuple[int, ...], prompt: Pro
     scheduler.target_runner.static = speculator.drafter_runner.static = False
     params = SamplingParams(temperature=0, max_tokens=(STEPS + 2) * width, ignore_eos=True)
     request = scheduler.join(engine.tokenize(prompt), params)
-    for _ in range(STEPS):
-        scheduler.step()
-    pending = torch.cat(request.features)
-    flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
-    with _watched(speculator.drafter, flow, request.verified):
-        (draft,) = speculator.draft([request], [width])
-    flow["drafts"] = torch.tensor(draft)[:, None]
-    flow |= _context(speculator.cache, request.entry, request.verified)
+    try:
+        for _ in range(STEPS):
+            scheduler.step()
+        pending = torch.cat(request.features)
+        flow |= _features(layer_ids, pending.chunk(len(layer_ids), dim=-1))
+        with _watched(speculator.drafter, flow, request.verified):
+            (draft,) = speculator.draft([request], [width])
+        flow["drafts"] = torch.tensor(draft)[:, None]
+        flow |= _context(speculator.cache, request.entry, request.verified)
+    finally:
+        scheduler.leave(request, sound=False)
     return flow, request
 
 

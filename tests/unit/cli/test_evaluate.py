@@ -121,5 +121,5 @@ def test_controls_change_the_context_and_not_the_answer(pair: tuple[Path, Path])
             scheduler.step()
         assert request.output_ids == expected
         assert scheduler.speculator is not None
-        contexts.append(scheduler.speculator.cache.keys[0, 0, 0, :6].clone())
+        contexts.append(scheduler.speculator.cache.keys[0, request.entry, 0, :6].clone())
     assert not any(torch.equal(a, b) for n, a in enumerate(contexts) for b in contexts[:n])

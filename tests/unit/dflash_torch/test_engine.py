@@ -5,15 +5,21 @@ from __future__ import annotations
 import gc
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dflash_serve import SamplingParams
 from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
 from dflash_torch.engine import EmbeddedEngine, EngineStream
-from tests.support.embedded import PROMPTS, tiny_engine
+from dflash_torch.model_runner import Runner
+from dflash_torch.scheduler import Scheduler
+from tests.support.embedded import PROMPTS, answers, tiny_engine, with_passes
 
 Folders = tuple[Path, Path]
 Truth = dict[tuple[int, ...], list[int]]
@@ -117,11 +123,89 @@ def test_controls_change_drafts_and_no_answer(folders: Folders, truth: Truth) ->
         assert [output.token_ids for output in stream.outputs()] == list(truth.values())
 
 
-def test_a_fixed_engine_leaves_the_drafters_context_of_its_original_alone(folders: Folders) -> None:
-    engine, undisturbed = tiny_engine(folders), tiny_engine(folders)
-    mine, expected = started(engine, *PROMPTS), started(undisturbed, *PROMPTS)
-    next(mine)
-    list(started(engine.fixed(4, "features zeroed"), *reversed(PROMPTS)))
+class Allocated(TorchDispatchMode):
+    """Counts bytes of the tensors that operators allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return out
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["ragged", "padded"])
+def test_engines_for_comparison_share_the_caches_of_their_original_and_answer_as_it_does(
+    folders: Folders, truth: Truth, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Runner.__init__
+    monkeypatch.setattr(
+        Runner, "__init__", lambda self, cache, **more: begin(self, cache, **{**more, "static": static})
+    )
+    monkeypatch.setattr(Scheduler, "prepare", lambda _: None)  # captures take memory of their own
+    engine = tiny_engine(folders)
+    full = engine.scheduler.cache.keys.nbytes
+    with Allocated() as allocated:
+        made = [engine, engine.plain(), engine.fixed(3), engine.fixed(4, "features zeroed")]
+    assert allocated.bytes < full / 20
+    short = GREEDY.model_copy(update={"max_tokens": 8})
+    for each in (*made, *made[:2]):
+        found = answers(each, PROMPTS[:3], short)
+        assert [output.token_ids for output in found] == [answer[:8] for answer in truth.values()][:3]
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+def test_engines_that_share_a_cache_answer_one_after_the_other(folders: Folders, truth: Truth, prompts: int) -> None:
+    engine = tiny_engine(folders, truth=truth, max_batch_size=4)
+    plain = engine.plain()
+    mine, early = started(engine, *PROMPTS[:prompts]), started(plain, PROMPTS[4])
+    begun = [next(mine)]
+    for misused in (lambda: next(early), lambda: engine.fixed(3), engine.plain):
+        with pytest.raises(UserError, match="still answers; read its streams to their ends, or close them"):
+            misused()
+    assert text([*begun, *mine]) == text(alone(folders, truth, *PROMPTS[:prompts])), "it is not disturbed"
+    assert text(list(started(plain, PROMPTS[4]))) == text(alone(folders, truth, PROMPTS[4]))
+    left = started(plain, *PROMPTS)
+    next(left)
+    left.close()
+    assert text(list(started(engine, PROMPTS[0]))) == text(alone(folders, truth, PROMPTS[0]))
+
+
+def test_an_engine_reuses_no_prefix_that_another_one_computed_or_overwrote(folders: Folders) -> None:
+    engine = tiny_engine(folders)
+    plain, prompt = engine.plain(), list(range(10, 50))
+
+    def reused(by: EmbeddedEngine) -> list[int]:  # by two answers to one prompt, one after the other
+        found = []
+        for _ in range(2):
+            request = by.scheduler.join(prompt, GREEDY)
+            while by.scheduler.running:
+                by.scheduler.step()
+            found.append(request.reused)
+        return found
+
+    assert [reused(each) for each in (engine, plain, engine, engine.fixed(4), plain)] == [
+        *[[0, 39]] * 3,
+        [0, 0],
+        [0, 39],
+    ]
+    assert reused(plain) == [39, 39], "nothing ran in between"
+
+
+@pytest.mark.parametrize("fault", ["features zeroed", "layer ids +1"])
+def test_a_fixed_engine_leaves_the_drafters_context_of_its_original_alone(folders: Folders, fault: str) -> None:
+    engine, undisturbed = with_passes(tiny_engine(folders), static=True), tiny_engine(folders)
+    spoilt = engine.fixed(4, fault)
+    list(started(spoilt, PROMPTS[1]))
+    assert spoilt.scheduler.speculator is not None
+    for tensor in (spoilt.scheduler.speculator.cache.keys, spoilt.scheduler.speculator.cache.values):
+        tensor.fill_(float("nan"))  # as an overflow leaves it
+    mine, expected = started(engine, *PROMPTS[:2]), started(undisturbed, *PROMPTS[:2])
     list(mine), list(expected)
     assert [o.statistics for o in mine.outputs()] == [o.statistics for o in expected.outputs()]
 

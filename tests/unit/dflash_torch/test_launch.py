@@ -6,17 +6,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
 from dflash_serve.deployment import Deployment, Model, load_deployment
+from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target
 from dflash_torch import launch
-from dflash_torch.launch import SPINS, choose_waiting, free_on_gpus, memory_problems, needed_bytes, with_batch_size
+from dflash_torch.backend import backend
+from dflash_torch.launch import (
+    SPINS,
+    Memory,
+    choose_waiting,
+    memory_here,
+    memory_problems,
+    needed_bytes,
+    with_batch_size,
+)
 
 
 def deployment(model: object = "t", **sections: Any) -> Deployment:
@@ -39,27 +49,35 @@ def test_the_arithmetic_is_that_of_the_real_tensors(folders: tuple[Path, Path], 
     assert needed_bytes(asked, layout, None) == 2 * needed_bytes(asked, layout, None, on_gpu=True)  # in bfloat16
 
 
-@pytest.mark.parametrize(
-    ("free", "gpus", "gpu", "problems"),
-    [
-        (10**12, [], None, 0),
-        (10**4, [], None, 1),
-        (None, [], None, 0),
-        (10**12, [10**4], None, 1),  # a GPU's own memory decides
-        (10**12, [10**4], "none", 0),
-    ],
-)
+def sees_gpu(monkeypatch: pytest.MonkeyPatch, free: int | str) -> None:
+    """PyTorch sees one GPU with so many free bytes; a text is its error instead."""
+
+    def mem_get_info(device: object = None) -> tuple[int, int]:
+        if isinstance(free, str):
+            raise RuntimeError(free)
+        return free, 10**15
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+
+
+@pytest.fixture(params=[True, False], ids=["driver", "no driver"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bool:
+    """A machine with an NVIDIA driver, and one without."""
+    monkeypatch.setattr(launch, "NVIDIA_DRIVER", tmp_path if request.param else tmp_path / "none")
+    return bool(request.param)
+
+
+@pytest.mark.parametrize(("free", "problems"), [(10**12, 0), (10**4, 1), (None, 0)])
 def test_what_does_not_fit_is_a_problem_where_that_is_known(
-    layout: TargetLayout,
-    monkeypatch: pytest.MonkeyPatch,
-    free: int | None,
-    gpus: list[int],
-    gpu: str | None,
-    problems: int,
+    layout: TargetLayout, monkeypatch: pytest.MonkeyPatch, driver: bool, free: int | None, problems: int
 ) -> None:
+    """Where a GPU may be used, its own memory counts, which a command without PyTorch does not know."""
     monkeypatch.setattr(launch, "free_bytes", lambda: free)
-    monkeypatch.setattr(launch, "free_on_gpus", lambda: gpus)
-    assert len(memory_problems(deployment(hardware={"gpu": gpu}), layout, None)) == problems
+    for gpu, known in (("none", True), (None, not driver)):
+        asked = deployment(hardware={"gpu": gpu})
+        assert len(memory_problems(asked, layout, None, memory_here(asked))) == (problems if known else 0)
+    assert len(memory_problems(asked, layout, None, Memory(10**4, on_gpu=True))) == 1
 
 
 @pytest.mark.parametrize(
@@ -70,54 +88,40 @@ def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
     folders: tuple[Path, Path],
     layout: TargetLayout,
     monkeypatch: pytest.MonkeyPatch,
+    driver: bool,
     share: float | None,
     on_gpu: bool,
     batch: int,
 ) -> None:
-    """`share`: free memory in K/V caches of one request, beside weights."""
+    """By the memory of the device that PyTorch chooses. `share`: in K/V caches of one request, beside weights."""
     asked = deployment(folders[0], hardware={"gpu": None if on_gpu else "none"})
     one, two = (needed_bytes(asked, layout, None, on_gpu=on_gpu, batch=count) for count in (1, 2))
     free = None if share is None else int((2 * one - two + share * (two - one)) / launch.USED_SHARE)
-    monkeypatch.setattr(launch, "free_bytes", lambda: free)
-    monkeypatch.setattr(launch, "free_on_gpus", lambda: [free])
+    monkeypatch.setattr(launch, "free_bytes", lambda: 10**4 if on_gpu else free)
+    sees_gpu(monkeypatch, 10**4 if free is None or not on_gpu else free)
     assert with_batch_size(asked).limits.max_batch_size == batch
     given = deployment(folders[0], limits={"max_batch_size": 5})
     assert with_batch_size(given) is given
 
 
-def fake_nvml(*, driver: bool) -> ModuleType:
-    """cuda.bindings.nvml of cuda-bindings 13.5.0, as far as it is used."""
-    fake = ModuleType("cuda.bindings.nvml")
-
-    def init_v2() -> None:
-        if not driver:
-            raise RuntimeError("NVML is not to be found")
-
-    fake.__dict__.update(
-        init_v2=init_v2,
-        shutdown=lambda: None,
-        device_get_count_v2=lambda: 2,
-        device_get_handle_by_index_v2=lambda index: 1000 + index,
-        device_get_memory_info_v2=lambda handle: SimpleNamespace(total=3000, free=handle),
-    )
-    return fake
-
-
-@pytest.mark.parametrize(
-    ("nvml", "expected"), [(fake_nvml(driver=True), [1000, 1001]), (fake_nvml(driver=False), []), (None, None)]
-)
-def test_free_memory_of_gpus_is_the_drivers(
-    monkeypatch: pytest.MonkeyPatch, nvml: ModuleType | None, expected: list[int] | None
+def test_a_gpu_that_does_not_tell_its_memory_is_a_problem_that_names_the_key(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", nvml)
-    assert free_on_gpus() == expected
+    sees_gpu(monkeypatch, "CUDA error: no permission")
+    with pytest.raises(UserError, match=r"limits\.max_batch_size: .*no permission.*give the number of requests"):
+        backend.engine(deployment(folders[0]))
 
 
-def test_every_name_is_one_of_the_real_bindings() -> None:
-    real = pytest.importorskip("cuda.bindings.nvml", reason="the extra [cuda] is not installed")
-    assert [
-        name for name in vars(fake_nvml(driver=True)) if not name.startswith("__") and not hasattr(real, name)
-    ] == []
+def test_a_prepared_folder_leaves_an_open_number_to_the_machine_that_serves(
+    folders: tuple[Path, Path], driver: bool, tmp_path: Path
+) -> None:
+    """An init container, or a command without PyTorch, does not know the server's GPU."""
+    asked = deployment(folders[0])
+    backend.prepare(asked, tmp_path / "prepared")
+    written = (tmp_path / "prepared" / "deployment.json").read_text()
+    assert Deployment.model_validate_json(written).limits.max_batch_size is None
+    chosen = {choice.key: choice for choice in backend.preview(asked, tmp_path).choices}["limits.max_batch_size"]
+    assert chosen.value == ("as many as fit" if driver else "32")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training import data
 from dflash_serve.training.answers import Request, ask, repeated_tail
 from dflash_serve.training.data import (
     WINDOW,
@@ -117,6 +119,25 @@ def test_more_minutes_go_on_where_fewer_ended(prompts: Path, tiny_target_folder:
     assert make(recipe(prompts, tiny_target_folder, sampled_share=0.0, max_minutes=60), folder).finished
     whole = make(recipe(prompts, tiny_target_folder, sampled_share=0.0), tmp_path / "whole")
     assert contents(make(short, folder), folder) == contents(whole, tmp_path / "whole")
+
+
+def test_the_time_that_prompts_take_counts(
+    prompts: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a target that makes up its prompts slowly leaves no time for the training behind the answers."""
+    clock, gather = [0.0], data.gather_prompts
+
+    def slowly(*args: Any) -> list[tuple[int, ...]]:
+        clock[0] += 3600
+        return gather(*args)
+
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(data, "gather_prompts", slowly)
+    short = recipe(prompts, tiny_target_folder, max_minutes=30)
+    first = make(short, tmp_path / "data")
+    assert (first.shards, first.finished, first.seconds) == ((), False, 3600)
+    assert make(short, tmp_path / "data") == first
+    assert make(recipe(prompts, tiny_target_folder, max_minutes=600), tmp_path / "data").finished
 
 
 ASKED = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63], [7] * 9, [80, 90, 100]]
