@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt, ServerBackend
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.files import tokenizer_problems
+from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
@@ -83,8 +84,12 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         problems += _target_problems(target.model_copy(update={"model": str(source)}))
         if drafter is None:
             return [*problems, *unused_speculation(deployment)]
-        config, checkpoint = read_config(drafter.model, drafter.revision)
+        checkpoint = open_checkpoint(drafter.model, drafter.revision)
+        config = checkpoint.config
+        problems += checkpoint.problems
         problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
+        if config is None:
+            return problems
         problems += [*check_pairing(config, shape), *block_problems(deployment, config)]
         return [*problems, *measurement_problems(deployment)]
 
@@ -155,7 +160,7 @@ def _target_problems(target: Model) -> list[Problem]:
     if not any(Path(target.model).glob("*.safetensors*")):
         return quantisation_problems(folder, {})
     read_target_headers(folder, config, problems)
-    return problems
+    return problems + tokenizer_problems(folder)
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

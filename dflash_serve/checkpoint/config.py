@@ -230,6 +230,11 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
 
 
+def in_layer_order(config: DrafterConfig) -> DrafterConfig:
+    """The drafter with ascending `target_layer_ids`; the columns of its `fc` follow by `writer.fc_in_layer_order`."""
+    return config.model_copy(update={"target_layer_ids": tuple(sorted(config.target_layer_ids))})
+
+
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
