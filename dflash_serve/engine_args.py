@@ -210,15 +210,16 @@ def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def own_parser(engine: str, build: Callable[[], EngineParser], pinned: Path) -> EngineParser:
-    """The installed engine's own parser; the pinned one, and a line on stderr, if the engine is half installed.
+    """The installed engine's own parser; the pinned one, and a line on stderr, if it cannot be made.
 
-    SGLang without triton, or without a GPU, fails with whatever error its import meets.
+    SGLang without a GPU fails with whatever error it meets. An engine that cannot be imported is a problem of its own
+    (`Releases.problems`).
     """
     try:
         return build()
     except Exception as error:
         why = shown(first_line(error))
-        told = f"{engine} is installed but cannot be imported here ({why})"
+        told = f"{engine}'s own parser cannot be made here ({why})"
         print(f"dflash-serve: note: {told}; its arguments are checked against the pinned list", file=sys.stderr)
         return pinned_parser(pinned)
 

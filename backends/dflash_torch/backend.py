@@ -16,6 +16,7 @@ from dflash_serve.checkpoint.source import drafter_folder, target_folder, target
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
 from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.common.extras import import_problem
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import (
@@ -77,6 +78,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     untried = ()
 
     def check(self, deployment: Deployment) -> list[Problem]:
+        if broken := import_problem("PyTorch", "torch"):
+            return [broken]  # the bundled target is converted by it
         target, drafter = deployment.target, deployment.drafter
         source = target_source(target.model)
         shape = replace(read_target_shape(source, target.revision), name=target.model)
@@ -97,8 +100,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         return []
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
+        choose_waiting()  # before torch is there: the check imports it
         raise_problems(self.check(deployment))
-        choose_waiting()
         from .engine import start_engine
 
         try:
