@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from dflash_serve.catalogue import AUTO, best_drafter, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.common.extras import absent
+from dflash_serve.common.extras import absent, import_problem
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.deployment import BACKEND_GROUP, Deployment, Model
 from dflash_serve.errors import Problem, UserError, did_you_mean
@@ -331,6 +331,7 @@ class Releases:
     title: str
     oldest: tuple[int, ...]
     newest: tuple[int, ...]
+    module: str  # Part of the engine that has its arguments, and imports its kernels
 
     def __str__(self) -> str:
         first, last = (".".join(map(str, numbers)) for numbers in (self.oldest, self.newest))
@@ -354,10 +355,17 @@ class Releases:
         return found is not None and self.oldest <= found <= self.newest
 
     def problems(self, text: str | None) -> Iterator[Problem]:
-        """A version that was not tested; nothing where none is installed."""
+        """A version that was not tested, or cannot be imported; nothing where none is installed."""
         if text is not None and not self.supports(text):
             do = f"pip install '{self.package}=={'.'.join(map(str, self.newest))}.*'"
             yield Problem(f"{self.title} {text} is not supported, tested {self}", self.package, do)
+        elif fault := self.import_problem():
+            yield fault
+
+    def import_problem(self) -> Problem | None:
+        """The problem of an installed release that cannot be imported here."""
+        text = self.installed()
+        return None if text is None else import_problem(f"{self.title} {text}", self.module)
 
 
 def installed() -> list[str]:

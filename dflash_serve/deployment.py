@@ -28,6 +28,7 @@ from dflash_serve.common.settings import (
     first_mistake,
     overlay,
     refuse_misspelt,
+    without_nulls,
 )
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
@@ -92,6 +93,10 @@ def _known(backend: str) -> str:
     return backend
 
 
+def _none_given(arguments: object) -> object:
+    return {} if arguments is None else arguments  # `sglang:` with nothing below it
+
+
 def _spelt_once(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
     spellings = dict[str, str]()
     for name in given:
@@ -102,7 +107,10 @@ def _spelt_once(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 EngineArgsOfBackends = Annotated[
-    dict[Annotated[str, AfterValidator(_known)], Annotated[dict[str, JsonValue], AfterValidator(_spelt_once)]],
+    dict[
+        Annotated[str, AfterValidator(_known)],
+        Annotated[dict[str, JsonValue], BeforeValidator(_none_given), AfterValidator(_spelt_once)],
+    ],
     BeforeValidator(_text_keys),
 ]
 Count = Annotated[PositiveInt, Field(lt=2**31)]
@@ -296,7 +304,7 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
 
     Args:
         path: a YAML file, or None.
-        flags: nested values given on the command line; None values count as not given.
+        flags: nested values given on the command line; None values, and sections of them alone, count as not given.
 
     Raises:
         UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
@@ -307,7 +315,10 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
     described = read_yaml(path) if path else {}
     if not isinstance(described, dict):
         raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
-    environment, given = _environment(), overlay({}, flags or {})
+    described, environment, given = (
+        without_nulls(layer, Deployment.model_fields) for layer in (described, _environment(), flags or {})
+    )
+    given = {section: keys for section, keys in given.items() if keys != {}}
     merged = overlay({}, described)
     for layer in (environment, given):
         merged = overlay(merged, _spelt_as(merged, layer))

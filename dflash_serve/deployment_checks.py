@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
-from dflash_serve.checkpoint.files import verify
+from dflash_serve.checkpoint.files import read_headers, tokenizer_problems, verify
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.common.http import read_keys
@@ -206,6 +206,38 @@ def changed_files(deployment: Deployment) -> list[Problem]:
     if deployment.drafter is not None and uses_drafter(deployment):
         folders.append(Path(drafter_source(deployment.drafter.model)))
     return [problem for folder in folders if folder.is_dir() for problem in verify(folder)]
+
+
+def target_file_problems(target: str, *, weights: bool = True, tokenizer: bool = True) -> list[Problem]:
+    """Problems of the files of a target's folder, whose data are not read; none for a hub id.
+
+    A folder without weights has none: it describes a target that is fetched or deployed elsewhere.
+
+    Args:
+        weights: the engine reads them from safetensors.
+        tokenizer: the engine takes it from this folder.
+    """
+    folder, found = Path(target), list[Problem]()
+    if not any(folder.glob("*.safetensors*")):
+        return []
+    if weights:
+        read_headers(folder, found)
+    return found + (tokenizer_problems(folder) if tokenizer else [])
+
+
+def layer_problems(drafter: DrafterConfig, engine: str) -> Iterator[Problem]:
+    """Target layers that an engine hands out otherwise than listed: in the order of layers, each once.
+
+    SGLang 0.5.23 (`layers_to_capture` in models/llama.py, qwen3.py, gpt_oss.py), vLLM 0.32
+    (`_set_aux_hidden_state_layers`, models/interfaces.py), TensorRT-LLM.
+    """
+    ids = list(drafter.target_layer_ids)
+    if len(set(ids)) < len(ids):
+        what = f"target_layer_ids {ids} name a layer twice; {engine} hands its output out once"
+        yield Problem(what, "drafter.model", "use --backend torch")
+    elif ids != sorted(ids):
+        what = f"target_layer_ids {ids} are not in order; {engine} hands outputs out in the order of layers"
+        yield Problem(what, "drafter.model", "start it by `dflash-serve serve`, which puts the columns of fc in order")
 
 
 def check_pairing(config: DrafterConfig, target: TargetShape) -> list[Problem]:

@@ -91,7 +91,7 @@ class ArgumentTable:
         if not given:
             return []
         parser = self.parser()
-        found = [problem for name in given for problem in self._problems_of(name, parser)]
+        found = [problem for name, value in given.items() for problem in self._problems_of(name, value, parser)]
         first = dict[str, str]()
         for name in given:
             action = parser.action(name)
@@ -114,15 +114,17 @@ class ArgumentTable:
     def where(self) -> str:
         return f"engine_args.{self.backend}"
 
-    def _problems_of(self, name: str, parser: EngineParser) -> Iterator[Problem]:
+    def _problems_of(self, name: str, value: JsonValue, parser: EngineParser) -> Iterator[Problem]:
         where, action = f"{self.where}.{name}", parser.action(name)
         if action is None:
             hint = did_you_mean(name.replace("_", "-"), parser.names) or did_you_mean(name, parser.names)
             yield Problem(f"{self.engine} has no such argument", where, hint or "see the engine's own --help")
         elif action.dest in self.keys:
             key = self.keys[action.dest]
-            do = f"set {key}" if "." in key or key == "role" else f"leave it out: {key}"
+            do = f"leave it out: {key}" if " " in key else f"set {key}"
             yield Problem(f"{action.option_strings[0]} is what dflash-serve sets itself", where, do)
+        elif value is None or (isinstance(value, list) and None in value):
+            yield Problem("null is no value of an argument of a command line", where, "give a value, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -208,15 +210,16 @@ def from_words(words: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def own_parser(engine: str, build: Callable[[], EngineParser], pinned: Path) -> EngineParser:
-    """The installed engine's own parser; the pinned one, and a line on stderr, if the engine is half installed.
+    """The installed engine's own parser; the pinned one, and a line on stderr, if it cannot be made.
 
-    SGLang without triton, or without a GPU, fails with whatever error its import meets.
+    SGLang without a GPU fails with whatever error it meets. An engine that cannot be imported is a problem of its own
+    (`Releases.problems`).
     """
     try:
         return build()
     except Exception as error:
         why = shown(first_line(error))
-        told = f"{engine} is installed but cannot be imported here ({why})"
+        told = f"{engine}'s own parser cannot be made here ({why})"
         print(f"dflash-serve: note: {told}; its arguments are checked against the pinned list", file=sys.stderr)
         return pinned_parser(pinned)
 

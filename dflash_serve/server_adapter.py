@@ -20,17 +20,17 @@ import yaml
 from pydantic import JsonValue
 
 from dflash_serve.backend import Backend, Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
-from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, weight_bytes
+from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, in_layer_order, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.writer import write_drafter
+from dflash_serve.checkpoint.writer import fc_in_layer_order, write_drafter
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import logging_config
 from dflash_serve.common.processes import PATIENCE_SECONDS, free_port, require_program, running
 from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
-from dflash_serve.deployment_checks import changed_files, uses_drafter
+from dflash_serve.deployment_checks import changed_files, layer_problems, target_file_problems, uses_drafter
 from dflash_serve.engine_args import EngineArgs
 from dflash_serve.errors import Problem, raise_problems
 
@@ -38,6 +38,9 @@ DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
 """Names, below the prepared folder, of the drafter, the server's API keys and its log configuration."""
 KV_BYTES = {"auto": 2.0, "bfloat16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of one number in the K/V cache, by `kv_cache.dtype`."""
+SAFETENSORS = ("auto", "safetensors")  # engines' values of `load-format` for the weights in a target's folder
+OTHER_TOKENIZER = ("tokenizer", "tokenizer-path", "custom-tokenizer", "skip-tokenizer-init")
+"""Arguments of engines with which they do not read the tokenizer in a target's folder."""
 HINT = "`dflash-serve serve --dry-run` shows all"
 
 
@@ -126,7 +129,8 @@ class LaunchPlan(Launch):
     adapter: ServerAdapter[Any] = field(repr=False, compare=False)
     target: TargetLayout
     drafter: DrafterConfig | None
-    """None = no speculation, or a drafter that cannot be understood (its checkpoint's problems say why)."""
+    """With ascending `target_layer_ids`, as `write_draft` writes it. None = no speculation, or a drafter that cannot be
+    understood (its checkpoint's problems say why)."""
     checkpoint: Checkpoint | None = None
     """The drafter's folder and tensor headers; None = no speculation, or read by `prepare`."""
 
@@ -199,7 +203,13 @@ class LaunchPlan(Launch):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        return self.adapter.problems(self)
+        found, given = self.adapter.problems(self), self.in_effect
+        if self.drafter is not None:
+            found += layer_problems(self.drafter, self.adapter.facts.title)
+        weights = given.get("load-format", "auto") in SAFETENSORS
+        return found + target_file_problems(
+            self.deployment.target.model, weights=weights, tokenizer=given.keys().isdisjoint(OTHER_TOKENIZER)
+        )
 
     def prepare(self, folder: Path) -> None:
         """Writes the files that the engine reads. Built models are compared with their manifests first."""
@@ -278,7 +288,7 @@ class ServerAdapter(ABC, Generic[Plan]):
         if uses_drafter(deployment) and deployment.drafter is not None:
             checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
         target = read_target_layout(target_configuration(deployment.target), deployment.target)
-        drafter = None if checkpoint is None else checkpoint.config
+        drafter = None if checkpoint is None or checkpoint.config is None else in_layer_order(checkpoint.config)
         return self.plan(adapter=self, deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
 
     def check(self, deployment: Deployment) -> list[Problem]:
@@ -351,9 +361,10 @@ class ServerAdapter(ABC, Generic[Plan]):
             UserError: the checkpoint has problems, or something that is no drafter stands there.
         """
         assert plan.checkpoint is not None
+        assert plan.checkpoint.config is not None
         assert plan.drafter is not None
         form = self.draft_form(plan.drafter, plan.deployment.target.model)
-        tensors = load_tensors(plan.checkpoint)
+        tensors = fc_in_layer_order(load_tensors(plan.checkpoint), plan.checkpoint.config.target_layer_ids)
         if form.dtype is not None:
             import torch
 

@@ -96,12 +96,12 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
 
 @cache
 def _parser() -> EngineParser:  # the installed SGLang's own, else the pinned one
-    if RELEASES.installed() is None:
+    if RELEASES.installed() is None or RELEASES.import_problem():
         return pinned_parser(PINNED)
     return own_parser("SGLang", _installed, PINNED)
 
 
 def _installed() -> EngineParser:
     parser = EngineParser()
-    import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+    import_module(RELEASES.module).ServerArgs.add_cli_args(parser)
     return parser

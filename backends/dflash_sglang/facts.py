@@ -7,7 +7,7 @@ from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.slot_counters import LINES, PREFIX, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23))
+RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23), "sglang.srt.server_args")
 """The release whose source was read and whose server was run."""
 
 DRAFT_SECONDS = f"{PREFIX}draft_seconds"  # histogram of the drafter's passes, of our plug-in

@@ -16,6 +16,7 @@ from dflash_serve.backend import Choice, Command, PreparedFile
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE, load_object
 from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
+from dflash_serve.checkpoint.writer import fc_in_layer_order
 from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment import COST_TABLE, GIB, Deployment
@@ -201,16 +202,7 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         return list(unserved_heads(heads, self.release))
 
     def resolve(self, deployment: Deployment) -> TensorRTLLMPlan:
-        """The plan of a deployment; the drafter's feature layers ascend, which is how TensorRT-LLM captures them.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
-        plan = replace(super().resolve(deployment), release=self.release)
-        if plan.drafter is None:
-            return plan
-        ascending = {"target_layer_ids": tuple(sorted(plan.drafter.target_layer_ids))}
-        return replace(plan, drafter=plan.drafter.model_copy(update=ascending))
+        return replace(super().resolve(deployment), release=self.release)
 
     def problems(self, plan: TensorRTLLMPlan) -> list[Problem]:
         """Problems of a plan, in the order in which a user would fix them."""
@@ -254,31 +246,26 @@ class TensorRTLLMBackend(ServerAdapter[TensorRTLLMPlan]):
         yield PreparedFile(f"{DRAFT}/{SINGLE}", f"the drafter's {len(checkpoint.headers)} tensors")
 
     def write_draft(self, plan: TensorRTLLMPlan, folder: Path) -> None:
-        """Writes the drafter in `draft_dtype`, whole or not at all; the columns of `fc` follow the order of its layers.
+        """Writes the drafter in `draft_dtype`, whole or not at all.
 
         Raises:
             UserError: a tensor is not finite, or the folder is not ours to replace.
         """
         from safetensors.torch import save_file
-        from torch import bfloat16, cat, float16
+        from torch import bfloat16, float16
 
         checkpoint, found = plan.checkpoint, list[Problem]()
         assert checkpoint is not None
         assert checkpoint.config is not None
         if folder.exists() and not (folder / NEUTRAL).is_file():
             raise UserError("is there already, and not written by us", where=str(folder), do="give another folder")
-        ids = checkpoint.config.target_layer_ids
-        order = sorted(range(len(ids)), key=lambda place: ids[place])
         dtype = float16 if plan.draft_dtype == "float16" else bfloat16
         tensors = {
             name: tensor.clone() if is_quantized(name, tensor) else tensor.to(dtype, copy=True)
             for name, tensor in read_tensors(checkpoint, found)
         }
         raise_problems(found, hint=HINT)
-        for name in ("fc.weight", "fc.weight_scale"):
-            if name in tensors and tensors[name].dim() == 2:
-                parts = tensors[name].chunk(len(order), dim=1)
-                tensors[name] = cat([parts[place] for place in order], dim=1)
+        tensors = fc_in_layer_order(tensors, checkpoint.config.target_layer_ids)
         with whole_folder(folder) as scratch:
             for file in self.draft_files(plan):
                 if file.text is not None:

@@ -178,10 +178,6 @@ def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(plan.drafter, plan.target.shape)
-    if len(set(plan.drafter.target_layer_ids)) < len(plan.drafter.target_layer_ids):
-        ids = list(plan.drafter.target_layer_ids)
-        what = f"target_layer_ids {ids} name a layer twice; TensorRT-LLM captures it once"
-        yield Problem(what, "drafter", "serve it with --backend torch")
     wanted = plan.deployment.drafter.quantization if plan.deployment.drafter else "none"
     have = plan.quantization.format if plan.quantization else "none"
     if wanted not in ("none", have):

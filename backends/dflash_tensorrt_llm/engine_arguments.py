@@ -199,8 +199,10 @@ def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
                 yield Problem(f"TensorRT-LLM {plan.release} has no {path}", where, "install 1.4, or leave it out")
             if path in CONFIG_KEYS and not (name == "speculative_config" and plan.deployment.drafter is None):
                 key = CONFIG_KEYS[path]
-                do = f"set {key}" if "." in key else f"leave it out: {key}"
+                do = f"leave it out: {key}" if " " in key else f"set {key}"
                 yield Problem(f"{path} is what dflash-serve sets itself", where, do)
+        if name == "speculative_config" and value is None and plan.drafter is not None:
+            yield Problem("null would leave the drafter out", where, "leave it out, or set speculation.width: off")
 
 
 def _paths(name: str, value: JsonValue) -> Iterator[str]:

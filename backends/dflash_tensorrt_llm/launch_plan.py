@@ -41,7 +41,7 @@ ours, for properties that its own would get wrong."""
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTLLMPlan(LaunchPlan):
-    """A launch of TensorRT-LLM. The drafter's `target_layer_ids` ascend, as in the folder that `prepare` writes."""
+    """A launch of TensorRT-LLM."""
 
     release: Release = NEWEST
 

@@ -78,8 +78,11 @@ def installed_release() -> Release:
 def installed_verdict(release: Release, fields: Mapping[str, object]) -> str | None:
     """Answer of the installed LlmArgs to `fields`: "" = accepted, else its reason for refusing them.
 
-    None = it was not asked: another release is installed, or none, or it cannot be imported here. A process of its own
-    asks it, because its import starts MPI.
+    None = it was not asked: another release is installed, or none. A process of its own asks it, because its import
+    starts MPI.
+
+    Raises:
+        UserError: it cannot be imported here.
     """
     try:
         if Release.parse(version("tensorrt_llm")) != release:
@@ -89,7 +92,12 @@ def installed_verdict(release: Release, fields: Mapping[str, object]) -> str | N
     command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
     done = subprocess.run(command, input=json.dumps(fields), capture_output=True, text=True, check=False)  # noqa: S603
     found = [line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    return str(json.loads(found[-1])) if found else None
+    if not found:
+        why = ([line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"])[-1]
+        do = "install a build of it for this environment's PyTorch and CUDA"
+        what = f"TensorRT-LLM {release} is installed and cannot be imported here ({why})"
+        raise UserError(what, where="tensorrt_llm", do=do)
+    return str(json.loads(found[-1]))
 
 
 def answer() -> None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt, ServerBackend
 from dflash_serve.checkpoint.config import Heads
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.files import tokenizer_problems
+from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
 from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
 from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.common.extras import import_problem
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment import Deployment, Model
 from dflash_serve.deployment_checks import (
@@ -77,6 +79,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     untried = ()
 
     def check(self, deployment: Deployment) -> list[Problem]:
+        if broken := import_problem("PyTorch", "torch"):
+            return [broken]  # the bundled target is converted by it
         target, drafter = deployment.target, deployment.drafter
         source = target_source(target.model)
         shape = replace(read_target_shape(source, target.revision), name=target.model)
@@ -84,8 +88,12 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         problems += _target_problems(target.model_copy(update={"model": str(source)}))
         if drafter is None:
             return [*problems, *unused_speculation(deployment)]
-        config, checkpoint = read_config(drafter.model, drafter.revision)
+        checkpoint = open_checkpoint(drafter.model, drafter.revision)
+        config = checkpoint.config
+        problems += checkpoint.problems
         problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
+        if config is None:
+            return problems
         problems += [*check_pairing(config, shape), *block_problems(deployment, config)]
         return [*problems, *measurement_problems(deployment)]
 
@@ -93,8 +101,8 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         return []
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
+        choose_waiting()  # before torch is there: the check imports it
         raise_problems(self.check(deployment))
-        choose_waiting()
         from .engine import start_engine
 
         try:
@@ -158,7 +166,7 @@ def _target_problems(target: Model) -> list[Problem]:
     if not any(Path(target.model).glob("*.safetensors*")):
         return quantisation_problems(folder, {})
     read_target_headers(folder, config, problems)
-    return problems
+    return problems + tokenizer_problems(folder)
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

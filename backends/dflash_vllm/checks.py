@@ -122,7 +122,7 @@ def captures(plan: VLLMPlan) -> bool | None:
     """vLLM's model of the target hands out hidden states; None = unknown, as vLLM or the model cannot be imported."""
     if plan.target.architecture in CAPTURING:
         return True
-    if not RELEASES.supports(RELEASES.installed()):
+    if not RELEASES.supports(RELEASES.installed()) or RELEASES.import_problem():
         return None
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
         known = import_module("vllm").ModelRegistry.models.get(plan.target.architecture)

@@ -112,11 +112,6 @@ def _misread(drafter: DrafterConfig, v1_runner: bool) -> Iterator[tuple[str, str
     if drafter.embedding_scale != 1.0 and drafter.selector is None:
         what = f"input_embedding_scale is {drafter.embedding_scale}, which vLLM ignores for {drafter.family} drafters"
         yield what, "use another backend"
-    ids = list(drafter.target_layer_ids)
-    if len(set(ids)) < len(ids):
-        yield f"target_layer_ids {ids} name a layer twice, vLLM hands it out once", TORCH
-    elif ids != sorted(ids):
-        yield f"target_layer_ids {ids} are not in order; vLLM hands their outputs out in the order of layers", TORCH
     try:  # one `is_causal` and one window for all layers, as the dialects that vLLM reads have it
         DIALECTS[dialect_of(drafter)].write(drafter, None)
     except UserError as error:

@@ -110,7 +110,7 @@ def argument_table(plan: VLLMPlan) -> ArgumentTable:
 def _parser() -> EngineParser:
     """The installed vLLM's own; the pinned one if none is installed, or a release that is not supported."""
     command_line = COMMAND_LINE.get(RELEASES.numbers(RELEASES.installed()))
-    if command_line is None:
+    if command_line is None or RELEASES.import_problem():
         return pinned_parser(PINNED)
     return own_parser("vLLM", lambda: _installed(command_line), PINNED)
 

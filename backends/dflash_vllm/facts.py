@@ -8,7 +8,7 @@ from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.slot_counters import LINES, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33))
+RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33), "vllm.engine.arg_utils")
 REAL_OFF = (0, 33)  # the first release whose drafter (V2 model runner) does not run where the width is 1
 GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
 """Environment variable: costs as JSON, guessed from the models' sizes. Served steps correct them."""

@@ -223,7 +223,7 @@ def every_width(widths: Sequence[int], max_batch_size: int) -> list[Row]:
 
 @cache
 def _installed_compute() -> int | None:
-    if not RELEASES.supports(RELEASES.installed()):
+    if not RELEASES.supports(RELEASES.installed()) or RELEASES.import_problem():
         return None
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
         platform = import_module("vllm.platforms").current_platform

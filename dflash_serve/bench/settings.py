@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.processes import require_program
-from dflash_serve.common.settings import Frozen, PositiveInt, describe
+from dflash_serve.common.settings import Frozen, PositiveInt, describe, without_nulls
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs
@@ -220,7 +220,8 @@ def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Back
             what = f"it has arguments of {', '.join(map(str, engines))}, and none of {backend.name}"
             raise UserError(what, where=f"{file} engine_args", do="add them, or leave this variant out")
         try:
-            found[name] = Deployment.model_validate(_patched(deployment.model_dump(exclude_unset=True), over))
+            patched = _patched(deployment.model_dump(exclude_unset=True), over)
+            found[name] = Deployment.model_validate(without_nulls(patched, Deployment.model_fields))
         except ValidationError as error:
             raise UserError(describe(error, Deployment), where=file) from None
     return found
@@ -256,13 +257,13 @@ def _refuse_twice(names: Collection[str], where: str) -> None:
 
 
 def _patched(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    # `over` on top of `base`, key by key; null removes a key (RFC 7386).
+    # `over` on top of `base`, key by key; null removes a key that is there (RFC 7386), and is else a value.
     out = {key: value for key, value in base.items() if key not in over}
     for key, value in over.items():
         if isinstance(value, Mapping):
             below = base.get(key)
             out[key] = _patched(below if isinstance(below, Mapping) else {}, value)
-        elif value is not None:
+        elif value is not None or key not in base:
             out[key] = value
     return out
 

@@ -88,6 +88,8 @@ class Heads(Frozen):
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
 BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+"""A size of a model; engines count them in 32 bits."""
 MOST_PADDING = 1024  # tokens: vocabularies are padded to multiples of 64 to 512, for each device
 BF16 = 2  # bytes of a number in bfloat16
 
@@ -132,15 +134,15 @@ class RopeConfig(Frozen):
 class TransformerConfig(Frozen):
     """Sizes of a stack of decoder layers, a drafter's or a target's."""
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
     layers: Annotated[tuple[AttentionKind, ...], Field(min_length=1)]
-    max_position_embeddings: PositiveInt = 32768
-    rms_norm_eps: float = 1e-6
+    max_position_embeddings: Size = 32768
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6  # beside mean squares of about 1
     rope: RopeConfig = RopeConfig()
 
     @property
@@ -188,6 +190,8 @@ def _contradictions(config: DrafterConfig) -> Iterator[str]:
         yield "neither mask_token_id nor a mask embedding is given: masked slots would have no input"
     if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
         yield f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
+    if config.block_size > config.max_position_embeddings:
+        yield f"block_size {config.block_size} is more than max_position_embeddings {config.max_position_embeddings}"
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     if depth is not None and max(config.target_layer_ids) >= depth:
@@ -228,6 +232,11 @@ def uniform_target_layer_ids(num_target_layers: int, count: int) -> tuple[int, .
     if count == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count))
+
+
+def in_layer_order(config: DrafterConfig) -> DrafterConfig:
+    """The drafter with ascending `target_layer_ids`; the columns of its `fc` follow by `writer.fc_in_layer_order`."""
+    return config.model_copy(update={"target_layer_ids": tuple(sorted(config.target_layer_ids))})
 
 
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]

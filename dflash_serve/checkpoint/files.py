@@ -15,16 +15,22 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_serve.common.documents import CONFIG, DATA, parse_json, read_json, read_text
+from dflash_serve.common.documents import CONFIG, DATA, is_regular, parse_json, read_json, read_text
 from dflash_serve.common.files import sha256
 from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 AGAIN = "download it again"
+PEEKED = 64  # bytes of a tokenizer's file that are looked at
 QUANT_CONFIG = "hf_quant_config.json"
 IN_CONFIG = "quantization_config"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
+NOT_READ = ("consolidated", "adapter")
+"""Parts of the names of weights that no reader takes for the model's: Mistral's second copy, and LoRA adapters."""
+TOKENIZER = "tokenizer.json"
+TOKENIZERS = (TOKENIZER, "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+"""Patterns of files, one of which every tokenizer has: fast, BPE, WordPiece, Mistral's, SentencePiece, tiktoken."""
 PIECE = 1 << 24  # bytes of a tensor that are compared at once
 
 
@@ -85,25 +91,40 @@ def files_with(folder: Path, endings: Sequence[str], problems: list[Problem]) ->
 def read_headers(folder: Path, problems: list[Problem], *, only: Collection[str] | None = None) -> dict[str, Header]:
     """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json lists (`only`: of these).
 
-    Unreadable, truncated and absent files are added to `problems`.
+    Unreadable, truncated and absent files are added to `problems`, and further files of weights: engines that read the
+    index leave them out, TensorRT-LLM and transformers take them.
     """
     single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
-        return _read_header(single, problems)
-    if not index.is_file():
+    if os.path.lexists(index):
+        return _read_shards(index, problems, only)
+    if not os.path.lexists(single):
         pickled = next((name for name in PICKLES if (folder / name).is_file()), None)
         what = f"no {SINGLE}" + (f", only {pickled}, which is a pickle and never loaded" if pickled else "")
         problems.append(Problem(what, str(folder), "give a folder with safetensors weights"))
         return {}
-    return _read_shards(index, problems, only)
+    if only is None:
+        _check_others(folder, {SINGLE}, problems)
+    return _read_header(single, problems)
+
+
+def _check_others(folder: Path, files: Collection[str], problems: list[Problem]) -> None:
+    names = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in files)
+    others = [name for name in names if not any(part in name for part in NOT_READ)]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        what = f"{others[0]}{more} beside the weights is no part of them, and some engines would load it"
+        problems.append(Problem(what, str(folder), "move it away, or download the model again"))
 
 
 def _read_shards(index: Path, problems: list[Problem], only: Collection[str] | None) -> dict[str, Header]:
     weight_map = _weight_map(index, problems)
     headers: dict[str, Header] = {}
-    for name in sorted(name for name in set(weight_map.values()) if only is None or name in only):
+    files = set(weight_map.values())
+    if only is None and files:
+        _check_others(index.parent, files, problems)
+    for name in sorted(name for name in files if only is None or name in only):
         shard = index.parent / name
-        if Path(name).name != name or not os.path.isfile(shard):  # Path.is_file raises for a name that is too long
+        if Path(name).name != name or not os.path.lexists(shard):
             problems.append(Problem(f"shard {name!r} is missing", str(index), AGAIN))
             continue
         for tensor, header in _read_header(shard, problems).items():
@@ -116,6 +137,8 @@ def _read_shards(index: Path, problems: list[Problem], only: Collection[str] | N
 def _weight_map(index: Path, problems: list[Problem]) -> dict[str, str]:
     try:
         weight_map = read_json(index, do=AGAIN)["weight_map"]
+        if not weight_map:
+            raise TypeError("it is empty")
         return {str(name): str(file) for name, file in weight_map.items()}
     except UserError as error:
         problems.append(error.problem())
@@ -136,6 +159,8 @@ def _read_header(path: Path, problems: list[Problem]) -> dict[str, Header]:
 
 
 def _parse(path: Path) -> dict[str, Header]:
+    if not is_regular(path):  # opening a pipe would wait for its writer
+        raise ValueError("missing" if not path.exists() else "not a regular file")
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -154,6 +179,20 @@ def _parse(path: Path) -> dict[str, Header]:
     if end != size:
         raise ValueError(f"its tensors need {end} bytes, the file has {size}")
     return headers
+
+
+def tokenizer_problems(folder: Path) -> list[Problem]:
+    """The problem of a folder without a tokenizer, from which transformers would make one of a few tokens."""
+    found = [path for pattern in TOKENIZERS for path in folder.glob(pattern) if is_regular(path)]
+    if not found:
+        do = f"download {TOKENIZER} of the model again"
+        return [Problem("no tokenizer: no file of one is there", str(folder), do)]
+    if found[0].name == TOKENIZER:
+        with found[0].open("rb") as file:
+            beginning = file.read(PEEKED).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not beginning.startswith(b"{"):  # an interrupted download, or git-lfs's stand-in for the file
+            return [Problem("not a JSON object", str(found[0]), AGAIN)]
+    return []
 
 
 def same_data(one: Header, other: Header) -> bool:

@@ -124,13 +124,13 @@ def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
-    """A positive whole number of the config.json in `folder`.
+    """A positive whole number of the config.json in `folder`; engines count sizes in 32 bits.
 
     Raises:
         UserError: it is absent or something else.
     """
     value = fields.get(key)
-    if type(value) is int and value > 0:
+    if type(value) is int and 0 < value < 2**31:
         return value
     where = str(folder / "config.json")
     raise UserError(f"{key} is {value!r}, not a positive whole number", where=where, do="give a language model")

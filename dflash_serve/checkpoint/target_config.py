@@ -22,7 +22,7 @@ from dflash_serve.checkpoint.config import (
     layer_tensors,
 )
 from dflash_serve.checkpoint.dialects.keys import QWEN3_HEAD_DIM, TRANSFORMER_KEYS, read_rope
-from dflash_serve.checkpoint.files import Header, load_object, read_headers, same_data
+from dflash_serve.checkpoint.files import TOKENIZER, Header, load_object, read_headers, same_data
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.target import (
     GENERATION_CONFIG,
@@ -50,7 +50,7 @@ HARMLESS = {
 """Keys of targets without effect on the logits: of tools, of training, and lengths that old files repeat."""
 DEFAULT_THETA, DEFAULT_WINDOW = 10000.0, 4096  # transformers' for a key that is absent, in all four families
 OTHER = "it may change what the target computes; serve the target with another backend, or remove it if it does not"
-TOKENIZER, TOKENIZER_CONFIG, TOKEN_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_CONFIG, TOKEN_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class TargetConfig(TransformerConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,26 @@ def write_drafter(
     except OSError as error:
         do = "give another destination"
         raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do=do) from None
+
+
+def fc_in_layer_order(tensors: Mapping[str, Tensor], layer_ids: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors of a drafter for `config.in_layer_order`: columns of `fc` and of its scales by block are sorted.
+
+    SGLang, vLLM and TensorRT-LLM hand out the outputs of target layers in the order of the layers, whatever a drafter
+    lists. A layer that is listed twice is handed out once (`deployment_checks.layer_problems`).
+
+    Args:
+        tensors: by our names, quantised or not.
+        layer_ids: `target_layer_ids`, in the order of the columns.
+    """
+    from torch import cat
+
+    order, found = sorted(range(len(layer_ids)), key=lambda place: layer_ids[place]), dict(tensors)
+    for name in ("fc.weight", "fc.weight_scale"):
+        if name in found and found[name].dim() == 2 and order != sorted(order):
+            parts = found[name].chunk(len(order), dim=1)
+            found[name] = cat([parts[place] for place in order], dim=1)
+    return found
 
 
 def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:

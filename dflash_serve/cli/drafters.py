@@ -26,7 +26,7 @@ from dflash_serve.checkpoint.target import TargetShape, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES, Quantization
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
-from dflash_serve.common.extras import need
+from dflash_serve.common.extras import import_problem, need
 from dflash_serve.common.files import require_writable
 from dflash_serve.deployment_checks import check_pairing, pairing_notes
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
@@ -106,7 +106,7 @@ def inspect(
     quiet: options.Quiet = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
-    need("torch", "safetensors", "torch")
+    _need_torch()
     checkpoint = open_checkpoint(drafter, revision)
     # Reading gigabytes of weights takes a while, so a terminal says it.
     with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
@@ -147,7 +147,7 @@ def convert(
     A --target that is given is checked against the drafter, and named in what is written. A vocabulary that is padded
     beyond the target's is cut to it.
     """
-    need("torch", "safetensors", "torch")
+    _need_torch()
     if markov_head is None:
         options.refuse_ignored(context, ("markov_rank",), "no Markov head is added", "give --markov-head, too")
     from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
@@ -197,6 +197,7 @@ def train(
     JSON is the finished drafter's provenance.json, or null where the run has not ended; of a dry run, what it tells.
     """
     need("train", "safetensors", "torch", "transformers")
+    _need_torch()
     from dflash_serve.training.parallel import started
     from dflash_serve.training.recipe import load_recipe
     from dflash_serve.training.run import DRAFTER, choose_device, run
@@ -219,6 +220,12 @@ def train(
         typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)
     if not done:
         raise typer.Exit(130)  # as after any other interruption
+
+
+def _need_torch() -> None:
+    need("torch", "safetensors", "torch")
+    if broken := import_problem("PyTorch", "torch"):
+        raise broken.error()
 
 
 def _verdicts(drafter: CataloguedDrafter, backends: list[Backend]) -> Verdicts:

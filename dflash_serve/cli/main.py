@@ -25,6 +25,7 @@ from dflash_serve.cli.serve import serve
 from dflash_serve.cli.top import top
 from dflash_serve.cli.verify import verify
 from dflash_serve.common.extras import absent
+from dflash_serve.common.json_log import make_stderr_unfailing
 from dflash_serve.errors import UserError
 
 app = typer.Typer(
@@ -80,6 +81,7 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # of the click that this typer b
 
 def run() -> None:
     """Entry point: a mistake, a missing extra, or a refusal of the system is one line on stderr and exit code 2."""
+    make_stderr_unfailing()
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal of another encoding than UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Hashable
 from pathlib import Path
@@ -35,16 +36,35 @@ DATA = DocumentLimits(100_000_000, 20_000_000)
 LARGEST_INTEGER = 2**128
 """transformers writes 10^30, which has 100 bits, as `model_max_length` where a tokenizer has no limit."""
 MERGE = "tag:yaml.org,2002:merge"  # `<<`: takes keys of another mapping; may stand several times
+INTEGER, FLOAT, TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+NUMBERS = {
+    INTEGER: r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    FLOAT: r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+"""Tag -> numbers as YAML 1.2's core schema writes them. PyYAML reads YAML 1.1: 20:48 is 1248 there, and 010 is 8."""
 VARIABLE = re.compile(r"\$\{(\w+)(:-([^}]*))?\}")  # ${NAME} or ${NAME:-default} in a recipe
 
 
-def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> bytes:
-    """The contents of a file, which may be a pipe.
+def is_regular(path: Path) -> bool:
+    """A file that can be opened without waiting: no pipe, device or socket. Links are followed."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):  # ValueError: a name with a NUL or half a character
+        return False
+
+
+def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "", pipes: bool = True) -> bytes:
+    """The contents of a file.
+
+    Args:
+        pipes: the file may be a pipe or a device, which a user named; else it is refused before it is opened.
 
     Raises:
         UserError: it cannot be read, or is larger than `limits`.
     """
     try:
+        if not pipes and not stat.S_ISREG(path.stat().st_mode):
+            raise UserError("not a regular file", where=str(path), do=do)
         with path.open("rb") as file:
             data = file.read(limits.bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL or half a character
@@ -57,21 +77,21 @@ def read_bytes(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> by
     return data
 
 
-def read_text(path: Path, limits: DocumentLimits = TEXT, *, do: str = "") -> str:
-    """The text of a file; raises as `read_bytes`, and for text that is not UTF-8."""
+def read_text(path: Path, limits: DocumentLimits = TEXT, *, do: str = "", pipes: bool = True) -> str:
+    """The text of a file without a byte-order mark; raises as `read_bytes`, and for text that is not UTF-8."""
     try:
-        return read_bytes(path, limits, do=do).decode("utf-8")
+        return read_bytes(path, limits, do=do, pipes=pipes).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError("not valid: not UTF-8 text", where=str(path), do=do) from None
 
 
 def read_json(path: Path, limits: DocumentLimits = DATA, *, do: str = "") -> Any:
-    """The contents of a JSON file.
+    """The contents of a JSON file; a pipe or a device is refused, as it may never end.
 
     Raises:
         UserError: it cannot be read, is not JSON, or exceeds the limits.
     """
-    return parse_json(read_text(path, limits, do=do), limits, where=str(path), do=do)
+    return parse_json(read_text(path, limits, do=do, pipes=False), limits, where=str(path), do=do)
 
 
 def parse_json(text: str, limits: DocumentLimits = DATA, *, where: str, do: str = "") -> Any:
@@ -154,6 +174,19 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError(f"the key {name!r} is given twice, in lines {lines[name]} and {line}")
             lines[name] = line
         return node
+
+    def construct_integer(self, node: Any) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (INTEGER, FLOAT, TIMESTAMP)]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _numbers in NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_numbers})$"), [*"-+.0123456789"])
+_Loader.add_constructor(INTEGER, _Loader.construct_integer)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

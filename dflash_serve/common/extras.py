@@ -1,14 +1,17 @@
-"""Packages of the optional extras; a missing one is an error that gives the extra to install."""
+"""Packages of the optional extras and engines: which are missing, and why an installed one cannot be imported."""
 
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import redirect_stdout
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from typing import Any
 
-from dflash_serve.errors import UserError
+from dflash_serve.errors import Problem, UserError, first_line
 
 LEAST_FIRST = ("torch", "serve", "prove", "bench", "train", "engines")
 """Extras in the order of their size: a later one may include an earlier one."""
@@ -24,6 +27,33 @@ def need(extra: str, *modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}", where=f"extra [{extra}]", do=_install(extra))
+
+
+def import_problem(name: str, module: str) -> Problem | None:
+    """The problem of an installed package that cannot be imported here; None if it can be, or is not installed.
+
+    Args:
+        name: of the package and its release, for the message.
+        module: what is imported.
+    """
+    fault = _import_fault(module)
+    if fault is None:
+        return None
+    do = "install a build of it for this environment's PyTorch and CUDA"
+    return Problem(f"{name} is installed and cannot be imported here ({fault})", module.partition(".")[0], do)
+
+
+@cache
+def _import_fault(module: str) -> str | None:
+    # Once: a second import of what failed half-way meets other errors. Any error may come out of another's package.
+    if find_spec(module.partition(".")[0]) is None:
+        return None
+    try:
+        with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported; ours is for our answers
+            import_module(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
 
 
 def import_extra(extra: str, module: str) -> Any:

@@ -1,10 +1,13 @@
-"""Logs with one JSON object per line: time, level, logger, message, and the traceback if there is one."""
+"""Logs with one JSON object per line (time, level, logger, message, traceback), and a stderr that cannot fail."""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from io import TextIOWrapper
 
 
 class JsonFormatter(logging.Formatter):
@@ -20,6 +23,25 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
+
+
+class _Unfailing(TextIOWrapper):
+    """A text stream that drops what it cannot write."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
+def make_stderr_unfailing() -> None:
+    """Lets this process go on where stderr cannot be written (a full disk): notes and errors there are then lost."""
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr = _Unfailing(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def remark(text: str, form: str) -> str:

@@ -94,16 +94,26 @@ def _keys(model: type[BaseModel] | None, path: Sequence[str]) -> list[str]:
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, key by key; its None values count as not given."""
+    """`over` on top of `base`, key by key."""
     out = dict(base)
     for key, value in over.items():
-        if value is None:
-            continue
-        nested = isinstance(value, Mapping)
         below = out.get(key)
-        out[key] = overlay(below if isinstance(below, Mapping) else {}, value) if nested else value
-        if nested and not out[key]:
-            del out[key]
+        out[key] = overlay(below if isinstance(below, Mapping) else {}, value) if isinstance(value, Mapping) else value
+    return out
+
+
+def without_nulls(given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """The settings without keys of `fields`, of any depth, whose value is None: they count as not given.
+
+    An unknown key stays, for the model to refuse, and so does a null inside a free mapping, where it is a value.
+    """
+    out = dict[str, Any]()
+    for key, value in given.items():
+        below = fields_below(fields[key]) if key in fields else None
+        if below is not None and isinstance(value, Mapping):
+            out[key] = without_nulls(value, below)
+        elif value is not None or key not in fields:
+            out[key] = value
     return out
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -30,7 +31,7 @@ from dflash_serve.errors import UserError
 
 log = logging.getLogger(__name__)
 Record = TypeVar("Record", bound=BaseModel)
-FIRST = '{"key": "'  # Beginning of a store's file
+FIRST = b'{"key": "'  # Beginning of a store's file
 KEY_LENGTH = 12  # Hexadecimal digits of a key in a folder's name: 48 bits
 
 
@@ -121,8 +122,8 @@ class Store:
         """Reads the values under our key; True if the file has that key."""
         if not path.exists():
             return False
-        text = path.read_text(encoding="utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+        text = path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]  # a kill may have cut the last line
         keys = dict[str, Any]()
         try:
             for line in map(json.loads, whole.splitlines()):
@@ -139,7 +140,7 @@ class Store:
         if others and not self.values:
             self.changed = difference(self._made_by, others[-1])
         if whole != text:
-            path.write_text(whole, encoding="utf-8")
+            os.truncate(path, len(whole))  # nothing else changes, so that a kill here loses nothing
         return self._key in keys
 
 

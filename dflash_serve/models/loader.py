@@ -10,7 +10,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash_serve.checkpoint.files import AGAIN, INDEX, QUANT_CONFIG, Header, files_with, read_headers
+from dflash_serve.checkpoint.files import (
+    AGAIN,
+    INDEX,
+    QUANT_CONFIG,
+    Header,
+    files_with,
+    read_headers,
+    tokenizer_problems,
+)
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
 from dflash_serve.checkpoint.target_config import (
@@ -101,10 +109,15 @@ def load_target(
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The target's tokenizer with its chat template."""
+    """The target's tokenizer with its chat template.
+
+    Raises:
+        UserError: there is none, or transformers cannot read it.
+    """
     from transformers import AutoTokenizer
 
     folder = target_folder(name, revision)
+    raise_problems(tokenizer_problems(folder))
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

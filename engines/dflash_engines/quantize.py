@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE, load_object
+from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE, TOKENIZERS, load_object
 from dflash_serve.checkpoint.formats import GROUP, Format, QuantizedTensor, dequantized, quantize, relative_error
 from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, load_weights, open_checkpoint
 from dflash_serve.checkpoint.tensors import FUSED, SCALES
@@ -35,7 +35,7 @@ from .pipeline import Measured, Work, quietly
 
 EXCLUDED = ("fc", "lm_head", "embed_tokens", "model.embed_tokens")
 """Modules that stay in bf16. fc makes the context features of every layer: its error would be in all of them."""
-TOKENIZER = ("tokenizer*.json", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER = (*TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt")
 """Files of the target that are copied as they are."""
 BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
 """Largest relative error of a correctly quantised weight."""

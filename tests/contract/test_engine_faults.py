@@ -178,6 +178,19 @@ def markov_required(_: Patch) -> bool:
     return not starts(0)
 
 
+def layers_in_order(_: Patch) -> bool:
+    found = set()
+    for name, kind in (
+        ("sglang.srt.models.llama", "LlamaForCausalLM"),
+        ("sglang.srt.models.qwen3", "Qwen3ForCausalLM"),
+    ):
+        model = Stub(pp_group=Stub(is_last_rank=True), model=Stub())
+        getattr(import_module(name), kind).set_dflash_layers_to_capture(model, [2, 0, 2])
+        assert set(model.model.layers_to_capture) == {1, 3}
+        found.add("if i in self.layers_to_capture" in source(name))
+    return found == {True}
+
+
 OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "DFlash2 and DSpark fail with Gemma 4, whose head is its embedding": tied_gemma,
     "a plain drafter fails with an NVFP4 head on several devices": nvfp4_on_two_devices,
@@ -191,6 +204,7 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "`input_embedding_scale` is not read": lambda _: "input_embedding_scale" not in source(*DRAFTERS),
     "`d2t` is not read": lambda _: "d2t" not in source(*DRAFTERS),
     "DSPARK fails without a Markov head": markov_required,
+    "features come in the order of the target's layers, each once, whatever `target_layer_ids` says": layers_in_order,
 }
 
 

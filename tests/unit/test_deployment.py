@@ -72,6 +72,14 @@ MISTAKES = {
     "drafter: {model: x}": "bad.yaml: target is missing",
     "target: {model: x}\ndrafter: x": "drafter: not a mapping (given: 'x'); its keys are model, revision, quantization",
     "target: {model: x}\nlimits: {}\nlimits: {}": "the key 'limits' is given twice, in lines 2 and 3",
+    "target: {model: x}\nlimts: {}": "unknown key limts; did you mean limits?",
+    "target: {model: x}\nlimts:": "unknown key limts; did you mean limits?",
+    "target: {model: x}\nserving: {api_key_fle: }": "serving.api_key_fle; did you mean serving.api_key_file?",
+    "target: {model: x}\nserving: {api_key_file: {}}": "serving.api_key_file: Input should be a valid string",
+    "target: {model: x}\nserving: {api_key_file: {path: }}": "serving.api_key_file: Input should be a valid string",
+    "target: {model: x}\ndrafter: {model: }": "drafter.model is missing",
+    "target: {model: x}\nengine_args: {sglan: }": "no backend of this name; did you mean sglang?",
+    "target: {model: x}\nlimits: {max_model_len: 20:48}": "limits.max_model_len: Input should be a valid integer",
     "target: {model: x,\n  revision: a,\n  'model': y}": "the key 'model' is given twice, in lines 1 and 3",
 }
 
@@ -89,6 +97,32 @@ def test_a_mistake_is_one_line_that_names_file_and_field_and_the_key_that_was_me
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_deployment(tmp_path / "nowhere.yaml")
+
+
+def test_a_null_is_not_given_under_a_known_key_and_a_value_inside_engine_args(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(
+        "target: {model: x}\ndrafter:\nlimits: {max_batch_size: 8, max_queued_requests: }\nparallel: {tensor: }\n"
+        "engine_args: {sglang: , vllm: {hf-overrides: {rope_scaling: null, a: {}}, kept: null}}"
+    )
+    monkeypatch.setenv("DFLASH_SERVE_LIMITS", '{"max_batch_size": null}')
+    found = load_deployment(path, {"drafter": {"model": None}, "engine_args": {"vllm": {"other": 1}}})
+    assert found.drafter is None
+    assert found.parallel.tensor == 1
+    assert (found.limits.max_batch_size, "max_queued_requests" in found.limits.model_fields_set) == (8, False)
+    given = {"hf-overrides": {"rope_scaling": None, "a": {}}, "kept": None, "other": 1}
+    assert found.engine_args == {"sglang": {}, "vllm": given}
+
+
+@pytest.mark.parametrize("variable", ["SERVING", "LIMITS"])
+def test_an_unknown_key_with_a_null_in_the_environment_is_an_error(
+    file: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(f"DFLASH_SERVE_{variable}", '{"api_key_fle": null}')
+    with pytest.raises(UserError, match="api_key_fle"):
+        load_deployment(file)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_serve.backend import server_backend
 from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_problems, changed_files
+from dflash_serve.deployment_checks import block_problems, changed_files, layer_problems
 from dflash_serve.server_adapter import LaunchPlan, resolve
 from tests.support.built import flip_last_byte, seal
 from tests.support.paper_models import write_paper_drafter, write_paper_target
@@ -45,6 +45,16 @@ def test_no_block_or_width_beyond_the_drafter(speculation: dict[str, int], messa
     deployment = Deployment.model_validate({"target": {"model": "t"}, "speculation": speculation})
     found = [problem.what for problem in block_problems(deployment, tiny_drafter_config())]
     assert found == ([message] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [((1, 3, 5), ""), ((3, 1, 5), "[3, 1, 5] are not in order"), ((1, 3, 3), "name a layer twice")]
+)
+def test_layers_that_an_engine_was_given_in_another_order_are_a_problem(ids: tuple[int, ...], message: str) -> None:
+    """Inside an engine that was started without `serve`, which puts them in order."""
+    found = "".join(problem.what for problem in layer_problems(tiny_drafter_config(target_layer_ids=ids), "SGLang"))
+    assert message in found
+    assert bool(found) == bool(message)
 
 
 def test_memory_is_counted_for_the_keys_and_values_that_the_checkpoint_requests(tmp_path: Path) -> None:

@@ -233,13 +233,39 @@ def test_an_alias_that_is_used_twice_is_read(tmp_path: Path) -> None:
     assert read_yaml(path) == {"a": {"x": [1]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}}
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        *(("20:48", "20:48"), ("010", 10), ("-017", -17), ("0o17", 15), ("0x1F", 31), ("1e-5", 1e-5), ("1.5", 1.5)),
+        *(("0b11", "0b11"), ("1:30.5", "1:30.5"), ("2026-01-01", "2026-01-01"), (".inf", float("inf")), ("12", 12)),
+    ],
+)
+def test_numbers_are_read_as_yaml_1_2_has_them(written: str, value: object, tmp_path: Path) -> None:
+    assert read_yaml(_written(tmp_path / "a.yaml", f"a: {written}")) == {"a": value}
+
+
+MARKED: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a deployment": ("target: {model: x}", load_deployment),
+    "a report": ('{"a": 1}', read_json),
+    "prompts": ('{"prompt": "a"}\n', jsonl_prompts),
+    "keys": ("secret\n", read_keys),
+}
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_a_byte_order_mark_is_no_part_of_a_text(kind: str, tmp_path: Path) -> None:
+    text, read = MARKED[kind]
+    plain, marked = (_written(tmp_path / name, content) for name, content in (("a", text), ("b", f"\ufeff{text}")))
+    assert read(marked) == read(plain)
+
+
 def test_a_key_of_json_that_is_given_twice_is_named(tmp_path: Path) -> None:
     path = _written(tmp_path / "a.json", '{"a": {"b": 1, "c": 2, "c": 3}}')
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(the key 'c' is given twice\)"):
         read_json(path)
 
 
-@pytest.mark.parametrize("read", [read_yaml, read_json, read_keys])
+@pytest.mark.parametrize("read", [read_yaml, read_keys])
 def test_an_endless_file_is_refused(read: Callable[[Path], object]) -> None:
     with pytest.raises(UserError, match="larger than"):
         read(Path("/dev/zero"))

@@ -16,6 +16,7 @@ from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import ALIASES, plain_only
+from dflash_serve.deployment_checks import layer_problems
 from dflash_serve.errors import Problem
 from dflash_sglang.launch_plan import head_problems
 
@@ -33,7 +34,8 @@ def draft_problems(server_args: Any) -> list[Problem]:
         return []
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
     found += plain_only(checkpoint.quantization, "SGLang", str(checkpoint.folder))
-    heads = [] if checkpoint.config is None else head_problems(checkpoint.config)
+    config = checkpoint.config
+    heads = [] if config is None else [*head_problems(config), *layer_problems(config, "SGLang")]
     return [*_dialect(checkpoint), *found, *heads, *_block_size(checkpoint, server_args)]
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_keys
-from dflash_serve.common.json_log import JsonFormatter
+from dflash_serve.common.json_log import JsonFormatter, make_stderr_unfailing
 from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError, first_line
@@ -40,6 +40,7 @@ SERVER = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidanc
 
 def main() -> None:
     """Runs the server. A user's mistake is one line on stderr and exit code 2."""
+    make_stderr_unfailing()
     try:
         deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
         settings = _settings()

@@ -9,6 +9,7 @@ from dflash_serve.checkpoint.loading import StrictLoader
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.deployment_checks import layer_problems
 from dflash_serve.errors import Problem
 from dflash_vllm.drafter_rules import drafter_problems
 
@@ -32,6 +33,7 @@ def draft_problems(vllm_config: Any, checkpoint: Checkpoint | None) -> list[Prob
     sizes = (target.get_vocab_size(), target.get_hidden_size(), target.get_total_num_hidden_layers())
     shape = TargetShape(target.model, target.hf_text_config.model_type, *sizes, target.max_model_len)
     v1_runner = not vllm_config.use_v2_model_runner
+    found += layer_problems(checkpoint.config, "vLLM")
     found += drafter_problems(checkpoint.config, shape, max_model_len=target.max_model_len, v1_runner=v1_runner)
     most = checkpoint.config.block_size - 1
     if asked.num_speculative_tokens > most:

@@ -232,7 +232,19 @@ TRANSFORMER_KEYS = {
 """Keys of a stack of layers that are read, refused where they change it, or without effect."""
 HALVES = ("rope_is_neox_style", "is_neox_style")
 """Two names of one switch: RoPE pairs the halves of a head; false pairs its neighbours."""
-DRAFTER_KEYS = {*TRANSFORMER_KEYS, *HALVES, "flex_attention_backend"}
+TARGET_KEYS = {
+    *("attn_output_gate", "output_gate_type", "full_attention_interval", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
+    *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
+    *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
+}
+"""Keys of Qwen targets that trainers copy into a drafter's file.
+
+Gates, experts and linear attention have weights of their own or wider ones: a drafter that has them is refused by its
+tensors.
+"""
+DRAFTER_KEYS = {*TRANSFORMER_KEYS, *TARGET_KEYS, *HALVES, "flex_attention_backend"}
 """Those of a drafter's layers; `flex_attention_backend` is how speculators trained it."""
 QWEN3_HEAD_DIM = 128
 """Default of transformers' Qwen3Config, which every engine takes for a qwen3 config.json without head_dim."""

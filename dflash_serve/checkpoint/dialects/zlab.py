@@ -5,8 +5,9 @@ vLLM read it.
 
 April 2026: `block_size` at top level, `dflash_config` {mask_token_id, target_layer_ids}. August 2026 (dflash 0.1.0):
 every key is looked up in `dflash_config` first and at top level second, and `is_causal`, `input_embedding_scale`,
-`output_multiplier` and `final_logit_softcapping` appear. SpecForge writes no `target_layer_ids`, which means z-lab's
-uniform formula. DFlash2's sizes are written into `dflash_config`, the only place where SGLang reads them. Slots are
+`output_multiplier` and `final_logit_softcapping` appear. `target_layer_ids` must be there, though SGLang and z-lab's
+code compute absent ones: the list is a choice of the training, and the formula is wrong for 14 of 20 published drafters
+(z-lab/dflash#156). DFlash2's sizes are written into `dflash_config`, the only place where SGLang reads them. Slots are
 fill-in.
 
 Windows follow August's rule: a `sliding_attention` layer is causal inside the block unless `is_causal` says otherwise.
@@ -75,18 +76,6 @@ HARMLESS = {"mask_token", "pure_draft_prefix_len", "dtype"}
 """Keys without effect on drafting; `mask_token` is the text of mask_token_id."""
 TRAINING_KEYS = {"num_anchors", "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma"}
 """Keys of the training, which serving does not need."""
-TARGET_KEYS = {
-    *("attn_output_gate", "output_gate_type", "full_attention_interval", "linear_conv_kernel_dim"),
-    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
-    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"),
-    *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
-    *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
-}
-"""Keys of Qwen targets that DeepSpec copies into a drafter's file; SpecForge's `num_experts` means the drafter's own.
-
-Gates, experts and linear attention have weights of their own or wider ones: a drafter that has them is refused by its
-tensors.
-"""
 TOP_LEVEL = {
     *(*DRAFTER_KEYS, *KEYS, *REFUSABLE, *HARMLESS, *TRAINING_KEYS, "dflash_config", "speculators_model_type"),
     *("has_embed_tokens", "has_lm_head", "add_swa_attention_sink_bias", "draft_vocab_size"),
@@ -191,15 +180,13 @@ def _mask_token_id(dflash: ConfigSection, has_mask_embedding: bool) -> int | Non
 
 def _target_layer_ids(dflash: ConfigSection, depth: int | None, count: int) -> tuple[int, ...]:
     given = dflash.integers("target_layer_ids")
-    if given is not None or dflash.has("target_layer_ids"):
-        return given or (0,)
-    try:
-        if depth is None:
-            raise ValueError("neither target_layer_ids nor num_target_layers is given")
-        return uniform_target_layer_ids(depth, count)
-    except ValueError as error:
-        dflash.note(str(error), "add the target layers it was trained with")
-        return (0,)
+    if given is None and not dflash.has("target_layer_ids"):
+        do = "add the target layers it was trained with, each by its 0-based id"
+        if depth is not None and 1 <= count <= depth - 3:
+            ids = list(uniform_target_layer_ids(depth, count))
+            do += f"; early SpecForge trained with a formula that gives {ids}"
+        dflash.note(f"no {dflash.named('target_layer_ids')}", do)
+    return given or (0,)
 
 
 def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
@@ -261,8 +248,7 @@ def read_dspark(config: ConfigSection, stored: Collection[str]) -> dict[str, obj
         inner = replace(config.section("dspark_config"), fallback=inner)
         inner.only(KEYS | REFUSABLE | HARMLESS | TRAINING_KEYS, UNKNOWN)
     layers = make_kinds(read_windows(config), inner.given("is_causal", bool))
-    known = {"dspark_config", *(TARGET_KEYS if matches_deepspec(config) else ())}
-    return read_fields(config, inner, layers, stored, slots="anchor-first", known=known)
+    return read_fields(config, inner, layers, stored, slots="anchor-first", known={"dspark_config"})
 
 
 def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, object]:

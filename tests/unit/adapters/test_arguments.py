@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.backend import server_backend
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, load_deployment
 from dflash_serve.engine_args import pinned_parser
 from dflash_serve.server_adapter import resolve
 from tests.support.tiny import edit_json
@@ -116,6 +116,29 @@ def test_an_argument_that_is_not_the_users_to_give_is_refused(
     (found,) = problems(engine, fields, engine_args={engine: {name: value}})
     assert found.startswith(f"engine_args.{engine}")
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("engine", "given"),
+    [
+        ("sglang", {"tokenizer-path": None}),
+        ("vllm", {"tokenizer": None}),
+        ("vllm", {"allowed-media-domains": ["a", None]}),
+        ("tensorrt-llm", {"log_level": None}),
+    ],
+)
+def test_a_null_that_a_command_line_cannot_hold_is_refused_by_its_name(
+    engine: str, given: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    (problem,) = problems(engine, fields, engine_args={engine: given})
+    assert problem.startswith(f"engine_args.{engine}.{next(iter(given))}: null is no value")
+
+
+def test_a_null_inside_an_argument_of_json_is_handed_on(fields: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(json.dumps({**fields, "engine_args": {"vllm": {"additional-config": {"a": None, "b": {}}}}}))
+    words = server_backend("vllm").command(load_deployment(path), Path("/prepared")).argv
+    assert words[words.index("--additional-config") + 1] == '{"a": null, "b": {}}'
 
 
 @pytest.mark.parametrize("package", ["dflash_sglang", "dflash_vllm", "dflash_tensorrt_llm"])

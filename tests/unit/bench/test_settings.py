@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import backend
+from dflash_serve.backend import backend, server_backend
 from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
-from dflash_serve.bench.settings import Cell, deployed_variants, endpoint_variants, find_variants, schedule
+from dflash_serve.bench.settings import (
+    Cell,
+    deployed_variants,
+    endpoint_variants,
+    find_variants,
+    overlay_variants,
+    schedule,
+)
 from dflash_serve.deployment import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
 from tests.support.bench_sites import settings
@@ -70,6 +77,19 @@ def test_auto_is_not_measured_where_it_is_the_same_as_fixed(engine: str, refused
     with pytest.raises(UserError, match="verifies the whole block in every step, as fixed does") as caught:
         find_variants(asked, deployment)
     assert caught.value.where == "--variants auto"
+
+
+def test_a_null_of_a_variant_removes_a_key_that_is_there_and_is_else_a_value(tmp_path: Path) -> None:
+    args = {"tensorrt-llm": {"cuda_graph_config": {"enable_padding": False}, "lora_config": {"a": 1}}}
+    deployment = Deployment.model_validate({"target": {"model": "x"}, "engine_args": args})
+    over = tmp_path / "over.yaml"
+    over.write_text(
+        "limits: {max_batch_size: null, max_queued_requests: null}\n"
+        "engine_args: {tensorrt-llm: {cuda_graph_config: null, moe_config: null, lora_config: {b: null}}}"
+    )
+    found = overlay_variants(deployment, [f"plain={over}"], server_backend("tensorrt-llm"))["plain"]
+    assert found.engine_args == {"tensorrt-llm": {"moe_config": None, "lora_config": {"a": 1, "b": None}}}
+    assert "max_queued_requests" not in found.limits.model_fields_set
 
 
 def test_side_by_side_all_variants_take_turns_at_every_concurrency() -> None:

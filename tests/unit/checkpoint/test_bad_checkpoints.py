@@ -206,6 +206,9 @@ def test_a_local_folder_never_touches_the_network(folder: Path, monkeypatch: pyt
 
 
 BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
+    ("zlab", {"dflash_config.target_layer_ids": None, "num_target_layers": 36}, "no dflash_config.target_layer"),
+    ("zlab", {"dflash_config": {"mask_token_id": 7}, "num_target_layers": 36}, "a formula that gives [1, 33]"),
+    ("deepspec", {"target_layer_ids": None}, "target_layer_ids; add the target layers it was trained with"),
     ("zlab", {"dflash_config.target_layer_ids": [1, 3, 8]}, "name layer 8, but the target has layers 0..7"),
     ("speculators", {"aux_hidden_state_layer_ids": [2, 4, 9]}, "name layer 8, but the target has layers 0..7"),
     ("speculators", {"aux_hidden_state_layer_ids": [0, 4, 6]}, "aux_hidden_state_layer_ids is [0, 4, 6]"),
@@ -224,7 +227,12 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
     ("zlab", {"dflash_config.new_thing": 3}, "unknown key dflash_config.new_thing = 3"),
     ("zlab", {"sample_from_anchors": True}, "did you mean sample_from_anchor?"),
     ("deepspec", {"new_thing": 3}, "unknown key new_thing = 3"),
-    ("zlab", {"num_experts": 8}, "unknown key num_experts = 8"),
+    ("zlab", {"num_expert": 8}, "unknown key num_expert = 8"),
+    ("zlab", {"block_size": 2_000_000_000}, "block_size 2000000000 is more than max_position_embeddings 256"),
+    ("zlab", {"vocab_size": 2**63}, "vocab_size: Input should be less than 2147483648"),
+    ("zlab", {"max_position_embeddings": 2**40}, "max_position_embeddings: Input should be less than 2147483648"),
+    ("zlab", {"rms_norm_eps": 2e9}, "rms_norm_eps: Input should be less than 1"),
+    ("speculators", {"transformer_layer_config.rms_norm_eps": 2e9}, "rms_norm_eps: Input should be less than 1"),
     ("modelopt", {"new_thing": 3}, "unknown key new_thing = 3"),
     ("speculators", {"transformer_layer_config.new_thing": 3}, "unknown key transformer_layer_config.new_thing"),
     ("zlab", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "new_thing": 3}}, "rope_parameters.new"),

@@ -37,6 +37,7 @@ QWEN35: Keys = {
     },
 }
 """Keys that DeepSpec copies from a Qwen3.5 target into its drafter."""
+COPIED = {key: value for key, value in QWEN35.items() if key not in ("model_type", "rope_parameters")}
 QWEN3_MOE: Keys = {
     **{"decoder_sparse_step": 1, "mlp_only_layers": [0], "moe_intermediate_size": 768, "norm_topk_prob": True},
     **{"num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001},
@@ -63,12 +64,17 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
         ("dflash_config", "architectures"),
         {"target_layer_ids": (0, 7), "mask_token_id": 5},
     ),
-    "SpecForge without layer ids: the uniform ones": (
-        {**raw("zlab"), "dflash_config": None},
-        {"num_target_layers": 36, "mask_token_id": 5},
-        (),
-        {"num_target_layers": 36, "target_layer_ids": (1, 33)},
-    ),
+    **{
+        f"keys that {dialect}'s trainers copy from a target": (
+            raw(dialect, tiny_drafter_config(**(CONFIDENT if dialect == "specforge" else {}))),
+            {prefix + key: value for key, value in {**COPIED, **QWEN3_MOE}.items()},
+            (),
+            {"rope": {"theta": 1e4}},
+        )
+        for dialect, prefix in {
+            **dict.fromkeys(DIALECTS, ""), "speculators": "transformer_layer_config."
+        }.items()
+    },
     "a sliding layer is causal": (raw("zlab", MIXED), {"is_causal": None}, (), {"layers": (SLIDING, FULL)}),
     "is_causal false": (raw("zlab", MIXED), {"is_causal": False}, (), {"layers": (SLIDING_BOTH_WAYS, FULL)}),
     "is_causal true": (raw("zlab", MIXED), {"is_causal": True}, (), {"layers": (SLIDING, CAUSAL)}),

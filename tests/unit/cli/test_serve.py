@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from subprocess import PIPE, Popen, check_output
+from subprocess import PIPE, Popen, check_output, run
 from typing import Any
 
 import pytest
@@ -55,6 +55,47 @@ def dry_run(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["serve", "--dry-run", *arguments])
     assert result.exception is None, result.output
     return result.stdout
+
+
+BROKEN = {
+    "torch": ("torch", "2.13.0", "PyTorch"),
+    "sglang": ("sglang", "0.5.23", "SGLang 0.5.23"),
+    "vllm": ("vllm", "0.32.0", "vLLM 0.32.0"),
+    "tensorrt-llm": ("tensorrt_llm", "1.4.0", "TensorRT-LLM 1.4"),
+}
+
+
+def broken_site(folder: Path, package: str, version: str) -> dict[str, str]:
+    """An environment in which a package is installed and its libraries are missing."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    (folder / f"{package}-{version}.dist-info").mkdir()
+    metadata = folder / f"{package}-{version}.dist-info" / "METADATA"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+COMMAND = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()")
+
+
+@pytest.mark.parametrize("engine", BROKEN)
+def test_an_engine_that_is_installed_and_cannot_be_imported_is_a_problem_of_the_dry_run(
+    engine: str, pair: tuple[str, ...], tmp_path: Path
+) -> None:
+    package, version, named = BROKEN[engine]
+    words = (*COMMAND, "serve", *pair, "--backend", engine, "--dry-run")
+    ended = run(words, env=broken_site(tmp_path, package, version), capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"{named} is installed and cannot be imported here (OSError: libcudart.so.13" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
+def test_inspect_names_a_pytorch_that_cannot_be_imported(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    words, env = (*COMMAND, "inspect", str(folders[1])), broken_site(tmp_path, *BROKEN["torch"][:2])
+    ended = run(words, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("dflash-serve: torch: PyTorch is installed and cannot be imported here (OSError")
+    assert ended.stderr.count("\n") == 1
 
 
 def test_it_becomes_the_embedded_server_of_the_merged_deployment_as_a_dry_run_says(

@@ -95,6 +95,17 @@ def busy(server: Running) -> Iterator[str]:
     user.join(PATIENCE)
 
 
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["--max-batch-size", "0"], 2), (["--width", "x"], 2)])
+def test_a_full_disk_under_stderr_ends_no_command_and_changes_no_exit_code(
+    words: list[str], code: int, pair: tuple[Path, Path]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        asked = [*COMMAND, "serve", "--target", str(pair[0]), "--dry-run", *words]
+        ended = subprocess.run(asked, stdout=subprocess.PIPE, stderr=full, check=False)
+    assert ended.returncode == code
+    assert (b"no problem found" in ended.stdout) == (code == 0)
+
+
 def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(busy: str) -> None:
     terminal = Terminal("top", busy, "--interval", "0.3")
     for word in ("acceptance", "tokens/s", "users", "in the queue", "K/V cache", "survival", "slot 3", "% of steps"):

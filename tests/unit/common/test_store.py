@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def test_values_outlive_a_kill_and_a_cut_line_is_dropped(tmp_path: Path) -> None
     again.put("with/greedy/1", [4])
     assert Store(path, MINE)["with/greedy/1"] == [4]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_mending_a_cut_line_needs_no_room(tmp_path: Path) -> None:
+    """Where it did, a full disk or a kill at that moment would lose all values."""
+    path = tmp_path / "s"
+    Store(path, MINE).put("a", [1] * 100)
+    with path.open("a") as file:
+        file.write('{"key": "x')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        assert Store(path, MINE).values == {"a": [1] * 100}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert Store(path, MINE).values == {"a": [1] * 100}
 
 
 def test_a_file_cut_in_its_first_line_is_begun_anew(tmp_path: Path) -> None:

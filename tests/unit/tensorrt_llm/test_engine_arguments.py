@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, load_deployment
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
 
@@ -32,6 +33,20 @@ def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: De
     assert written["trust_remote_code"] is True, "an option, too, but Dynamo reads config.yaml alone"
     kv_cache = written["kv_cache_config"]
     assert (kv_cache["tokens_per_block"], kv_cache["enable_block_reuse"]) == (64, False), "merged, not replaced"
+
+
+def test_a_null_turns_cuda_graphs_off(deployment: Deployment, tmp_path: Path) -> None:
+    """`cuda_graph_config: null` is TensorRT-LLM's own switch."""
+    path = tmp_path / "deployment.yaml"
+    asked = given(deployment, cuda_graph_config=None).model_dump(mode="json", exclude_unset=True)
+    path.write_text(json.dumps(asked))
+    assert configuration(load_deployment(path))["cuda_graph_config"] is None
+
+
+def test_a_null_cannot_leave_out_the_drafter_or_keys_that_we_set(deployment: Deployment) -> None:
+    (problem,) = backend().check(given(deployment, speculative_config=None))
+    assert "null would leave the drafter out" in str(problem)
+    assert "kv_cache_config" in str(backend().check(given(deployment, kv_cache_config=None)))
 
 
 UNCHECKED: dict[str, Any] = {

@@ -50,7 +50,10 @@ def main() -> None:
 def acceptance_length(url: str, model: str, keys: Path | None, tokens: int) -> float | None:
     """Tokens per verification, the bonus token counted, over all requests that the server answered meanwhile."""
     key = (
-        next((line.strip() for line in keys.read_text().splitlines() if line and line[0] != "#"), None)
+        next(
+            (line.strip() for line in keys.read_text(encoding="utf-8-sig").splitlines() if line and line[0] != "#"),
+            None,
+        )
         if keys
         else None
     )

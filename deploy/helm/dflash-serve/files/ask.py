@@ -37,7 +37,7 @@ def main() -> None:
 def request(url: str, body: object, keys: Path | None) -> urllib.request.Request:
     """A POST with the first key of the file."""
     headers = {"Content-Type": "application/json"}
-    for line in keys.read_text(encoding="utf-8").splitlines() if keys else ():
+    for line in keys.read_text(encoding="utf-8-sig").splitlines() if keys else ():
         if line.strip() and not line.startswith("#"):
             headers.setdefault("Authorization", f"Bearer {line.strip()}")
     return urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)  # noqa: S310

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dflash_serve.checkpoint.source import DRAFTER_FILES, TARGET_FILES, drafter_source, local_folder, target_source
+from dflash_serve.common.documents import read_yaml
 from dflash_serve.errors import UserError
 
 ENCODING = "https://openaipublic.blob.core.windows.net/encodings/o200k_base.tiktoken"
@@ -25,8 +24,8 @@ def main() -> None:
     parser.add_argument("deployment", type=Path)
     parser.add_argument("--encodings", type=Path)
     given = parser.parse_args()
-    deployment = yaml.safe_load(given.deployment.read_text(encoding="utf-8"))
     try:
+        deployment: Any = read_yaml(given.deployment)
         target_files = [*TARGET_FILES, *(["*.py"] if runs_code(deployment) else [])]
         for name, source, files in (
             ("target", target_source, target_files),
@@ -44,7 +43,7 @@ def main() -> None:
 def runs_code(deployment: Mapping[str, Any]) -> bool:
     """True if an engine is told to run the code in the target's repository, such as that of Kimi's tokenizer."""
     given = (deployment.get("engine_args") or {}).values()
-    return any(each.get(name) for each in given for name in ("trust-remote-code", "trust_remote_code"))
+    return any(each.get(name) for each in given if each for name in ("trust-remote-code", "trust_remote_code"))
 
 
 def encoding(folder: Path) -> Path:

@@ -81,7 +81,7 @@ def call(url: str, body: object = None, headers: dict[str, str] | None = None) -
 
 def headers(keys: Path | None) -> dict[str, str]:
     """Authorization header with the first key of the file."""
-    lines = [line.strip() for line in keys.read_text(encoding="utf-8").splitlines()] if keys else []
+    lines = [line.strip() for line in keys.read_text(encoding="utf-8-sig").splitlines()] if keys else []
     return next(({"Authorization": f"Bearer {line}"} for line in lines if line and not line.startswith("#")), {})
 
 
