@@ -33,6 +33,9 @@ from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import RELEASES
 from .launch_plan import VLLMPlan
 
+WITHOUT_KEYS = ("grpc", "grpc-port")
+RUST_SERVER = "VLLM_USE_RUST_FRONTEND"
+"""Arguments, and a variable, that start servers of vLLM's without `--middleware` (entrypoints/cli/serve.py)."""
 LANGUAGE_MODELS = (
     *("Afmoe", "Apertus", "Cohere2Moe", "DeepseekV2", "DeepseekV3", "DeepseekV32", "DeepseekV4", "Gemma4", "GlmMoeDsa"),
     *("GptOss", "Granite", "K2Horizon", "KimiLinear", "Laguna", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
@@ -80,7 +83,10 @@ def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
     if not PARSER_PLUGINS & plan.given:
         yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
     if serving.api_key_file is not None:
-        unreadable = list(key_problems(serving.api_key_file))
+        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in plan.in_effect]
+        if os.environ.get(RUST_SERVER, "0") != "0":
+            unguarded.append(RUST_SERVER)
+        unreadable = list(key_problems(serving.api_key_file, unguarded=unguarded))
         yield from unreadable
         if not unreadable and any(key.startswith("-") for key in read_keys(serving.api_key_file)):
             what = f"{serving.api_key_file} has a key that begins with -, which vLLM takes for a flag"
