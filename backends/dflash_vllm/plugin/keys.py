@@ -6,6 +6,8 @@ which answers the same requests, /tokenize and the rest are open without this cl
 
 from __future__ import annotations
 
+import os
+
 from dflash_serve.common.key_guard import ASGIApp, KeyGuard, Receive, Scope, Send
 from dflash_vllm.facts import FACTS
 
@@ -13,7 +15,7 @@ OPEN_PATHS = {FACTS.probes.started, FACTS.probes.live, FACTS.probes.ready, FACTS
 
 
 class EveryRoute:
-    """Guards all routes by the keys that vLLM itself was given (`--api-key`), which it reads from a private file."""
+    """Guards all routes by the keys that vLLM itself was given: `--api-key`, else VLLM_API_KEY."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -22,6 +24,6 @@ class EveryRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Asks for a key; vLLM's arguments are known from the first call on."""
         if self._guard is None:
-            keys = scope["app"].state.args.api_key or ()
-            self._guard = KeyGuard(self.app, keys, OPEN_PATHS, preflights=True)
+            keys = scope["app"].state.args.api_key or [os.environ.get("VLLM_API_KEY", "")]
+            self._guard = KeyGuard(self.app, [key for key in keys if key], OPEN_PATHS, preflights=True)
         await self._guard(scope, receive, send)
