@@ -202,7 +202,8 @@ class Serving(Frozen):
     served_model_name: Annotated[str, AfterValidator(_name)] | None = None
     """Name of the model for clients; None = the target's name in this deployment."""
     api_key_file: str | None = None
-    """File of API keys, one per line (SGLang takes one); None = no key is needed."""
+    """File of API keys, one per line (SGLang takes one): every route but probes and metrics then wants a key. None = no
+    key is needed. Not for TensorRT-LLM."""
     reasoning_parser: str | None = None
     """Parser that separates reasoning from answers: the model's family (`qwen3`, `deepseek-r1`, `gpt-oss`) or the
     engine's own name; None = not separated."""

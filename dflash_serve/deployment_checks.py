@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -175,9 +176,20 @@ def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: i
             yield Problem(what, where, "use a divisor or a multiple of them")
 
 
-def key_problems(file: str, most: int | None = None) -> Iterator[Problem]:
-    """A file of API keys that cannot be read, has none, or more than an engine takes."""
+def key_problems(
+    file: str, most: int | None = None, unguarded: Iterable[str] = (), variables: Iterable[str] = ()
+) -> Iterator[Problem]:
+    """A file of API keys that cannot be read, has none, or more than an engine takes.
+
+    Args:
+        unguarded: arguments that are given, and with which the engine checks no key.
+        variables: variables of the environment with which it checks none, where they are set to something.
+    """
     where = "serving.api_key_file"
+    is_set = (name for name in variables if os.environ.get(name, "").lower() not in ("", "0", "false"))
+    for name in (*unguarded, *is_set):
+        do = f"leave {name} out, or check keys in a gateway"
+        yield Problem(f"with {name} this engine checks no API key", where, do)
     try:
         keys = read_keys(file)
     except UserError as error:

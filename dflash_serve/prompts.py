@@ -143,7 +143,11 @@ def _prompt(entry: object, where: str, raw: bool) -> Prompt:
         if isinstance(text, str) and text:
             return text if raw else [{"role": "user", "content": text}]
         if _all(messages, dict):
-            return [{str(key): str(value) for key, value in message.items()} for message in messages]
+            for message in messages:
+                if other := [key for key, value in message.items() if not isinstance(value, str)]:
+                    what = f"{other[0]!r} of a message is no text"
+                    raise UserError(what, where=where, do="give role and content of every message as text")
+            return messages
         if _all(token_ids, int):
             return list(token_ids)
     raise UserError("no prompt", where=where, do=f"give one JSON object a line: {FORMS}")

@@ -32,6 +32,10 @@ from .facts import RELEASES
 from .launch_plan import DSPARK, SGLangPlan
 from .launch_plan import head_problems as drafter_head_problems
 
+WITHOUT_KEYS, TOKENIZERS = ("grpc-mode", "smg-grpc-mode", "grpc-port"), "tokenizer-worker-num"
+OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
+"""Arguments and variables with which SGLang checks no key: of its Rust and gRPC servers, and of several tokenizers
+(entrypoints/http_server.py)."""
 LANGUAGE_MODELS = (
     *("Beam", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Gemma4", "Glm4MoeLite", "GlmMoeDsa", "GptOss", "IQuestCoder"),
     *("InternLM3", "KimiK3Linear", "Laguna", "Lfm2", "Lfm2Moe", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
@@ -232,6 +236,9 @@ def _arguments(plan: SGLangPlan) -> Iterator[Problem]:
         flags = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "tool-call-parser"}
         yield from parser_problems(table, serving, PARSERS, flags)
     if serving.api_key_file is not None:
-        yield from key_problems(serving.api_key_file, most=1)
+        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in plan.in_effect]
+        if plan.in_effect.get(TOKENIZERS, 1) != 1:
+            unguarded.append(f"--{TOKENIZERS}")
+        yield from key_problems(serving.api_key_file, most=1, unguarded=unguarded, variables=OTHER_SERVERS)
     if RELEASES.installed() is not None:
         yield from tracing_problems(plan.deployment)

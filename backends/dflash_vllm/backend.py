@@ -20,6 +20,7 @@ from .launch_plan import VLLMPlan, every_width
 
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
+KEYS_MIDDLEWARE = "dflash_vllm.plugin.keys.EveryRoute"  # vLLM's own check of keys covers a part of its routes
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
@@ -55,6 +56,7 @@ def _serving(plan: VLLMPlan, folder: Path) -> Iterator[Flag]:
         yield f"--{PARSER_FLAGS[key]}", name
     if serving.api_key_file is not None:
         yield "--config", str(folder / SECRETS)
+        yield "--middleware", KEYS_MIDDLEWARE
     if serving.otlp_traces_endpoint is not None:
         yield "--otlp-traces-endpoint", serving.otlp_traces_endpoint
     if serving.log_format == "json":

@@ -33,6 +33,10 @@ from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import RELEASES
 from .launch_plan import VLLMPlan
 
+WITHOUT_KEYS = (
+    "grpc",
+    "grpc-port",
+)  # arguments of servers that take no `--middleware` (vLLM's entrypoints/cli/serve.py)
 LANGUAGE_MODELS = (
     *("Afmoe", "Apertus", "Cohere2Moe", "DeepseekV2", "DeepseekV3", "DeepseekV32", "DeepseekV4", "Gemma4", "GlmMoeDsa"),
     *("GptOss", "Granite", "K2Horizon", "KimiLinear", "Laguna", "Llama", "Llama4", "Mellum", "MiMoV2", "MiMoV2Flash"),
@@ -50,7 +54,7 @@ CAPTURING = {
 """Architectures whose vLLM model hands out hidden states; the installed vLLM is asked about others, which is slow."""
 PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
-RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust, which runs no stat logger
+RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust: no stat logger, no `--middleware`
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
@@ -80,7 +84,8 @@ def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
     if not PARSER_PLUGINS & plan.given:
         yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
     if serving.api_key_file is not None:
-        unreadable = list(key_problems(serving.api_key_file))
+        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in plan.in_effect]
+        unreadable = list(key_problems(serving.api_key_file, unguarded=unguarded, variables=[RUST_VARIABLE]))
         yield from unreadable
         if not unreadable and any(key.startswith("-") for key in read_keys(serving.api_key_file)):
             what = f"{serving.api_key_file} has a key that begins with -, which vLLM takes for a flag"

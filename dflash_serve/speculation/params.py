@@ -38,16 +38,16 @@ class SamplingParams(BaseModel):
     )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted once for a token of the output")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted per occurrence in the output")
-    logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] = Field(
-        default_factory=dict, description="token id -> what is added to its logit, in [-100, 100]"
-    )
+    logit_bias: dict[
+        Annotated[NonNegativeInt, Field(strict=False)], Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+    ] = Field(default_factory=dict, description="token id -> what is added to its logit, in [-100, 100]")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="same seed and request: same tokens; -1 is none")
     max_tokens: int | None = Field(None, ge=1, description="most tokens to generate; null is as many as fit")
     min_tokens: int = Field(0, ge=0, description="no stop token, end of sequence or stop string ends it before")
-    stop: Annotated[tuple[str, ...], Field(fail_fast=True), BeforeValidator(_as_tuple)] = Field(
+    stop: Annotated[tuple[str, ...], Field(fail_fast=True, strict=False), BeforeValidator(_as_tuple)] = Field(
         (), description="up to 4 strings that end the output; they are not part of it"
     )
-    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(fail_fast=True)] = Field(
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(fail_fast=True, strict=False)] = Field(
         (), description="token ids that end the output"
     )
     ignore_eos: bool = Field(False, description="generate on after the end-of-sequence token")

@@ -20,13 +20,14 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment import GPUS, Deployment
 from dflash_serve.engine_args import ArgumentTable, pinned_parser
 from dflash_vllm import VLLMBackend
-from dflash_vllm.backend import LAUNCHER
+from dflash_vllm.backend import KEYS_MIDDLEWARE, LAUNCHER
 from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
 from dflash_vllm.facts import RELEASES
 from dflash_vllm.launch_plan import UNIFORM_ATTENTION
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
+from tests.support.server_routes import open_to, routes_of
 
 pytest.importorskip("vllm")
 __all__ = ["hub"]
@@ -297,6 +298,27 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
     assert "secret-" not in str(logs.redact_sensitive_args(vars(parsed)))
+
+
+def test_a_key_closes_every_route_of_vllms_own_server_but_health_and_metrics(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The application that vLLM builds from our command, web sockets included; behind it is no engine."""
+    (tmp_path / "keys").write_text("secret-one\nsecret-two\n")
+    keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})
+    VLLMBackend().prepare(keyed, tmp_path / "prepared")
+    parsed = parsed_words(VLLMBackend().command(keyed, tmp_path / "prepared").argv)
+    app = import_module("vllm.entrypoints.launchers.app").build_app(parsed, ("generate", "realtime"), None)
+    every = set(routes_of(app.routes))
+    assert {("POST", "/invocations"), ("POST", "/tokenize"), ("WEBSOCKET", "/v1/realtime")} <= every
+    assert {path for _, path in open_to(app, None)} == {"/health", "/metrics"}
+    assert {path for _, path in open_to(app, "wrong")} == {"/health", "/metrics"}
+    assert open_to(app, "secret-two") == every
+    by_hand = parsed_words((*VLLMBackend().command(deployment(models), tmp_path).argv, "--middleware", KEYS_MIDDLEWARE))
+    monkeypatch.setenv("VLLM_API_KEY", "secret-three")
+    app = import_module("vllm.entrypoints.launchers.app").build_app(by_hand, ("generate",), None)
+    assert {path for _, path in open_to(app, "secret-two")} == {"/health", "/metrics"}
+    assert {path for _, path in open_to(app, "secret-three")} > {"/health", "/metrics"}
 
 
 @pytest.mark.parametrize("gpu", GPUS)

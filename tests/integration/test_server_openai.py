@@ -390,6 +390,81 @@ def test_null_fields_mean_their_defaults_and_content_may_come_in_text_parts(clie
     assert chat(client, messages=[MESSAGES[0], {"role": "user", "content": content}]).choices == chat(client).choices
 
 
+NO_EFFECT: list[dict[str, Any]] = [
+    {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "request_id": "r"},
+    {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}},
+    {"safety_identifier": "s", "verbosity": "medium", "modalities": ["text"]},
+    {"prediction": {"type": "content", "content": "the fox"}},
+    {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+    {"add_generation_prompt": True, "continue_final_message": False, "use_beam_search": False, "priority": 0},
+    {"best_of": 1, "suffix": ""},
+    {"messages": [{**MESSAGES[0], "cache_control": {"type": "ephemeral"}}, MESSAGES[1]]},
+    {"messages": [MESSAGES[0], {"role": "user", "content": [
+        {"type": "text", "text": "the fox?", "cache_control": {}, "prompt_cache_breakpoint": {"mode": "explicit"}}]}]},
+    {"messages": [{**MESSAGES[0], "name": "boss"}, {**MESSAGES[1], "name": "ann"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", NO_EFFECT)
+def test_a_field_that_changes_no_token_is_taken(client: OpenAI, fields: dict[str, Any]) -> None:
+    plain, found = chat(client), chat(client, extra_body={"ignore_eos": True, **fields})
+    assert (found.choices, found.usage.prompt_tokens) == (plain.choices, plain.usage.prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("modalities", ["text", "audio"]),
+        ("verbosity", "low"),
+        ("skip_special_tokens", False),
+        ("add_generation_prompt", False),
+        ("include_stop_str_in_output", True),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("priority", 1),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", {}),
+    ],
+)
+def test_a_value_that_would_change_an_answer_is_a_400_that_names_it(client: OpenAI, field: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={field: value})
+    assert str(caught.value.body["param"]).startswith(field)  # type: ignore[index]
+
+
+def test_marks_for_a_cache_in_tools_and_in_an_answer_that_is_sent_back_change_no_token(client: OpenAI) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "parameters": {"type": "object"}}
+    answer = {"role": "assistant", "content": "x"}
+
+    def prompt_tokens(tool: dict[str, Any], turn: dict[str, Any]) -> int:
+        messages = [*MESSAGES, turn, {"role": "user", "content": "and?"}]
+        count: int = chat(client, messages=messages, tools=[tool]).usage.prompt_tokens
+        return count
+
+    plain = prompt_tokens({"type": "function", "function": function}, answer)
+    marked = {"type": "function", "function": {**function, **mark}, **mark}
+    assert prompt_tokens(marked, {**answer, "annotations": [{"type": "url_citation"}], "audio": None}) == plain
+    assert prompt_tokens(marked, {**answer, "annotations": []}) == plain
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_a_400_that_names_it_and_its_role(
+    served: Running, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template with a branch for each role that it knows, like Qwen3's: `developer` becomes `system`."""
+    branches = "{% if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}" + branches + "{% endfor %}<assistant>"
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
+    system = chat(client)
+    developer = chat(client, messages=[{"role": "developer", "content": MESSAGES[0]["content"]}, MESSAGES[1]])
+    assert (developer.choices, developer.usage.prompt_tokens) == (system.choices, system.usage.prompt_tokens)
+    with pytest.raises(
+        openai.BadRequestError, match=r"leaves out the text of this message \(role 'assistant'\)"
+    ) as told:
+        chat(client, messages=[*MESSAGES, {"role": "assistant", "content": "x"}, MESSAGES[1]])
+    assert told.value.body["param"] == "messages.2"  # type: ignore[index]
+
+
 def test_acceptance_can_be_on_for_all_by_the_servers_setting(served: Running) -> None:
     with (
         running(served.engine, acceptance_metrics="summary") as other,

@@ -362,13 +362,44 @@ def test_a_body_that_is_too_large_is_413_declared_or_not(served: Running) -> Non
     def pieces() -> Iterator[bytes]:
         yield from (b" " * 100_000 for _ in range(60))
 
-    try:
-        headers = {"Content-Type": "application/json"}
-        response = httpx.post(f"{served.url}/v1/completions", content=pieces(), headers=headers)
-        assert response.status_code == 413
-    except httpx.TransportError:  # it may hang up before all is sent
-        pass
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{served.url}/v1/completions", content=pieces(), headers=headers)
+    assert response.status_code == 413
     assert post(served.url).status_code == 200
+
+
+def answered(url: str, sent: bytes, seconds: float = 20.0) -> bytes:
+    """All that a server answers until it closes the connection, read after everything was sent."""
+    place = urlparse(url)
+    with socket.create_connection((place.hostname, place.port or 80), timeout=seconds) as connection:
+        connection.sendall(sent)
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+        return found
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("key", [b"Authorization: Bearer first-key\r\n", b""], ids=["413", "401"])
+def test_a_client_that_sends_all_of_its_body_before_it_reads_is_told_why_it_is_refused(
+    locked: Running, key: bytes, request: pytest.FixtureRequest
+) -> None:
+    """urllib and HTTP/1.0 send `Connection: close`: a server that closes with bytes unread resets the connection."""
+    size = 24_000_000
+    head = HEAD + key + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
+    assert answered(locked.url, head + b" " * size).startswith(b"HTTP/1.1 " + request.node.callspec.id.encode())
+
+
+def test_content_length_beside_transfer_encoding_is_400_and_the_end_of_the_connection(served: Running) -> None:
+    """Else a second request could be hidden from a proxy in what it takes for the body of the first."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    both = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % (5 + len(hidden))
+    found = answered(served.url, HEAD + both + b"0\r\n\r\n" + hidden)
+    assert found.startswith(b"HTTP/1.1 400")
+    assert b"Content-Length and Transfer-Encoding" in found
+    assert found.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize(("size", "status"), [(16_900, 431), (200_000, 400)])
@@ -392,6 +423,24 @@ def test_a_body_that_does_not_come_is_408(locked: Running) -> None:
         )
         connection.sendall(head)
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /v1/models HT",
+        HEAD,
+        # A body that is refused must not trickle in for ever, either; nor a second request after an answered one.
+        HEAD + b"Content-Length: 9999999\r\n\r\n{",
+        b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /live HT",
+    ],
+    ids=["nothing", "half a line", "half a head", "half a refused body", "half a second head"],
+)
+def test_a_request_that_does_not_come_ends_its_connection(locked: Running, sent: bytes) -> None:
+    before = time.monotonic()
+    answered(locked.url, sent)
+    assert time.monotonic() - before < 10  # `body_seconds` is 0.5 here
 
 
 def test_too_many_messages_or_prompts_are_a_400(locked: Running, served: Running) -> None:
@@ -418,6 +467,21 @@ def test_too_many_messages_or_prompts_are_a_400(locked: Running, served: Running
         b'{"model": "tiny", "prompt": "x", "seed": ' + b"1" * 400 + b"}",
         b"[" * 100_000,
         b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ' + b'{"a":' * 2000,
+        b'{"model": "tiny", "prompt": "x", "max_tokens": 1, "max_tokens": 2}',
+        b'{"model": "tiny", "prompt": "x", "response_format": {"type": "text", "type": "text"}}',
+        b'{"model": "tiny", "prompt": [true]}',
+        b'{"model": "tiny", "prompt": [1.0]}',
+        b'{"model": "tiny", "prompt": [[1, true]]}',
+        b'{"model": "tiny", "prompt": "x", "n": true}',
+        b'{"model": "tiny", "prompt": "x", "n": "1"}',
+        b'{"model": "tiny", "prompt": "x", "stream": "yes"}',
+        b'{"model": "tiny", "prompt": "x", "stream": 1}',
+        b'{"model": "tiny", "prompt": "x", "temperature": "0"}',
+        b'{"model": "tiny", "prompt": "x", "temperature": false}',
+        b'{"model": "tiny", "prompt": "x", "max_tokens": 2.0}',
+        b'{"model": "tiny", "prompt": "x", "seed": 1.0}',
+        b'{"model": "tiny", "prompt": "x", "stop_token_ids": [true]}',
+        b'{"model": "tiny", "prompt": "x", "logit_bias": {"5": true}}',
         b'{"model": "tiny",',
     ],
 )
@@ -432,26 +496,29 @@ def test_what_is_no_request_is_a_4xx_in_openais_shape(served: Running, content: 
         assert told["message"].startswith("the body is no JSON: ")
 
 
-FLOODS: dict[str, Any] = {
-    "messages": [1] * 2_000_000,
-    "content": [{"role": "user", "content": [1] * 2_000_000}],
-    "stop": [1] * 2_000_000,
-    "logit_bias": {str(n): "a" for n in range(300_000)},
+FLOODS: dict[str, dict[str, Any]] = {
+    "wrong messages": {"messages": [1] * 2_000_000},
+    "wrong content": {"messages": [{"role": "user", "content": [1] * 2_000_000}]},
+    "stop": {"stop": [1] * 2_000_000},
+    "logit_bias": {"logit_bias": {str(n): "a" for n in range(300_000)}},
     "fields": {f"{n:x}": 1 for n in range(350_000)},
+    "messages": {"messages": [{"role": "user", "content": "x"}] * 100_000},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 120_000}]},
 }
-"""Bodies of almost 4 MiB, each value of which would be an error of its own."""
+"""Bodies of almost 4 MiB, each value of which would be an error of its own, or costs time until it is found right."""
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_body_of_wrong_values_is_refused_at_the_first_and_holds_up_no_probe(served: Running, name: str) -> None:
-    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-    body = {**chat, **(FLOODS[name] if name == "fields" else {"messages" if name == "content" else name: FLOODS[name]})}
-    before = time.monotonic()
-    answer = httpx.post(f"{served.url}/v1/chat/completions", content=json.dumps(body, separators=(",", ":")),
-                        headers={"Content-Type": "application/json"}, timeout=60)  # fmt: skip
-    assert (answer.status_code, error(answer)["code"]) == (400, "invalid_value")
+def test_a_body_of_many_values_is_refused_at_the_first_and_holds_up_no_probe(served: Running, name: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **FLOODS[name]}
+    content, headers = json.dumps(body, separators=(",", ":")), {"Content-Type": "application/json"}
+    before = time.process_time()  # of client and server together; other work on this machine does not count
+    answer = httpx.post(f"{served.url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+    spent = time.process_time() - before
+    assert answer.status_code == 400
+    assert error(answer)["type"] == "invalid_request_error"
     assert len(answer.content) < 1_000
-    assert time.monotonic() - before < 5
+    assert spent < 2
 
 
 def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:

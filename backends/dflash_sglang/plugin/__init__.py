@@ -1,8 +1,9 @@
 """The plug-in that SGLang loads into its processes (entry point `sglang.srt.plugins`): hooks around algorithm DFLASH.
 
-Nothing is changed until a server asks for DFLASH: then its draft is checked before anything is loaded, loaded strictly,
-and measured; and where a width is asked for (`DFLASH_SERVE_SPECULATION__WIDTH`), our worker runs in the place of
-SGLang's. An SGLang that is not the one we were tested with runs as if we were not installed, but for a warning.
+Until a server asks for DFLASH, only its check of API keys is changed. Then its draft is checked before anything is
+loaded, loaded strictly, and measured; and where a width is asked for (`DFLASH_SERVE_SPECULATION__WIDTH`), our worker
+runs in the place of SGLang's. An SGLang that is not the one we were tested with runs as if we were not installed, but
+for a warning.
 
 SGLang promises none of the names here; tests/contract/test_sglang_names.py holds them, and every name that we import,
 against the installed release.
@@ -14,9 +15,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from dflash_serve.common.key_guard import KeyGuard
 from dflash_serve.deployment import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
-from dflash_sglang.facts import RELEASES
+from dflash_sglang.facts import FACTS, RELEASES
 from dflash_sglang.launch_plan import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
 
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p
@@ -24,6 +26,7 @@ from .refusals import StrictLoad, draft_problems, guarded, with_min_p
 logger = logging.getLogger(__name__)
 ASIDE = "dflash-serve steps aside, and SGLang runs as it does without it: %s"
 RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+ADD_KEYS = "sglang.srt.utils.auth.add_api_key_middleware"
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 BUILD_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
 RESULT = (
@@ -36,10 +39,13 @@ MAMBA = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch.selective_state_update
 TARGET_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
+OPEN_PATHS = {"/health", "/health_generate", "/ready", FACTS.metrics.path, f"{FACTS.metrics.path}/"}
+"""Routes of probes and metrics, which SGLang leaves open too."""
+
 
 def install() -> None:
     """Registers our hooks; the entry point."""
-    _around({RESOLUTION: before_resolution, CREATE_WORKER: before_worker})
+    _around({RESOLUTION: before_resolution, CREATE_WORKER: before_worker, ADD_KEYS: closed})
 
 
 def _around(hooks: dict[str, Callable[..., Any]]) -> None:
@@ -62,6 +68,14 @@ def usable() -> bool:
     if problem is not None:
         logger.warning(ASIDE, problem)
     return problem is None
+
+
+def closed(add: Callable[..., None], app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+    """Lets an API key close web sockets, too: SGLang's own check leaves /v1/realtime open (utils/auth.py)."""
+    add(app, api_key=api_key, admin_api_key=admin_api_key)
+    if api_key and usable():
+        keys = [key for key in (api_key, admin_api_key) if key]  # which route wants which is SGLang's to say
+        app.add_middleware(KeyGuard, keys=keys, open_paths=OPEN_PATHS, preflights=True)
 
 
 def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's requests and errors as pydantic models. Unknown fields are refused, and null means the default.
+"""OpenAI's requests and errors as pydantic models. Unknown fields and wrong types are refused, null means the default.
 
 Sampling fields are inherited from `SamplingParams`, which has their ranges and meanings.
 """
@@ -71,9 +71,9 @@ def _without_nulls(data: Any) -> Any:
 
 
 class Strict(BaseModel):
-    """Base of request models: unknown fields are refused, null fields count as absent."""
+    """Base of request models: unknown fields and wrong types are refused, null fields count as absent."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -128,10 +128,45 @@ class StructuredOutputs(Strict):
     choice: Listed[str] | None = Field(None, min_length=1, max_length=1024)
 
 
-class Generation(SamplingParams):
+class WithoutEffect(Strict):
+    """Fields that change no token here; they are accepted and ignored. Other values than these are refused.
+
+    A test holds the list against the installed `openai` client's own types.
+    """
+
+    user: str = ""
+    safety_identifier: str = ""
+    request_id: str = Field("", description="vLLM's; the answer has an id of its own")
+    metadata: Annotated[dict[str, str], BeforeValidator(_without_nulls)] = Field(default_factory=dict)
+    store: bool = False
+    service_tier: str = "auto"
+    prompt_cache_key: str = Field("", description="prefixes are cached in any case")
+    prompt_cache_retention: str = ""
+    prompt_cache_options: dict[str, Any] = Field(default_factory=dict)
+    prediction: dict[str, Any] = Field(default_factory=dict, description="only makes OpenAI's own drafts better")
+    modalities: Listed[Literal["text"]] = Field(default_factory=list)
+    verbosity: Literal["medium"] = "medium"
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+    skip_special_tokens: Literal[True] = Field(True, description="this and the next are vLLM's, with its defaults")
+    spaces_between_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
+    use_beam_search: Literal[False] = False
+    priority: Literal[0] = 0
+
+
+class Cacheable(Strict):
+    """Marks of a prefix that a provider should cache, as LangChain and LiteLLM send them; they change no token."""
+
+    cache_control: dict[str, Any] = Field(default_factory=dict, description="accepted and ignored")
+
+
+class Generation(SamplingParams, WithoutEffect):
     """Fields of chat and plain completions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str
     n: int = Field(1, ge=1, description="answers to one prompt")
@@ -143,23 +178,12 @@ class Generation(SamplingParams):
     return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
     cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
     acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
-    user: str = Field("", description="accepted and ignored, like the next three")
-    metadata: Annotated[dict[str, str], BeforeValidator(_without_nulls)] = Field(default_factory=dict)
-    store: bool = False
-    service_tier: str = "auto"
 
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        try:
-            json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            texts = {name: json.dumps([name, value], ensure_ascii=False) for name, value in data.items()}
-            name = next(name for name, text in texts.items() if half in text)
-            raise ValueError(f"{name}: {half!r} is half a surrogate pair, and no character") from None
         data = _without_nulls(data)
         biases = data.get("logit_bias")
         if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
@@ -224,14 +248,15 @@ class CompletionRequest(Generation):
         return [tokens] if tokens else [entry for entry in self.prompt if not isinstance(entry, int)]
 
 
-class TextPart(Strict):
+class TextPart(Cacheable):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] = Field(default_factory=dict, description="accepted and ignored")
 
 
-class Function(Strict):
+class Function(Cacheable):
     """Name, description and arguments of a tool."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -246,7 +271,7 @@ class FunctionName(Strict):
     name: str
 
 
-class Tool(Strict):
+class Tool(Cacheable):
     """A function that the answer may ask the client to call."""
 
     type: Literal["function"]
@@ -296,7 +321,7 @@ class ToolCall(Strict):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class ChatMessage(Strict):
+class ChatMessage(Cacheable):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -304,6 +329,7 @@ class ChatMessage(Strict):
     name: str = ""
     reasoning_content: str = Field("", validation_alias=AliasChoices("reasoning_content", "reasoning"))
     refusal: None = None
+    annotations: Listed[Any] = Field(default_factory=list, description="of an answer that is sent back; ignored")
     tool_calls: Listed[ToolCall] = Field(default_factory=list, max_length=128)
     tool_call_id: str = ""
 
@@ -327,7 +353,7 @@ class ChatMessage(Strict):
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
-        return message | ({"name": self.name} if self.role == "tool" and self.name else {})
+        return message | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(Generation):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from time import time
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,11 +22,14 @@ from sse_starlette.sse import AppStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dflash_serve.common.key_guard import KeyGuard, drain
 from dflash_serve.errors import UserError, first_line
 
 from . import responses as r
 from .api import ApiError, ChatRequest, CompletionRequest, ErrorBody
+from .body import JSONRoute
 from .routes import AsciiJSON, RequestHandler
 from .settings import ServerSettings
 
@@ -43,71 +46,103 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class AdmissionMiddleware:
-    """Refuses a request before it reaches a route: for its headers, its key, or the type, size or pace of its body.
+    """Refuses a request before it reaches a route: for its headers, or the type or size of its body.
 
-    Pure ASGI, so that a route's `receive` sees the client disconnect.
-
-    Args:
-        keys: API keys; none = the server is open to all.
+    A refusal ends the connection. Pure ASGI, so that a route's `receive` sees the client disconnect.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.settings = app, settings
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         try:
             self._check_head(scope)
-            body = await self._body(scope, receive)
+            body = await self._body(receive)
         except ApiError as error:
-            return await _response(error)(scope, receive, send)
-        if body is not None:  # None = the client is gone
+            await drain(scope, receive)
+            response = _response(error)
+            response.headers["Connection"] = "close"
+            return await response(scope, receive, send)
+        if body is not None:  # None = the client is gone, or too slow
             await self.app(scope, _replay(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
-        headers = scope["headers"]
+        headers, most = scope["headers"], self.settings.max_body_bytes
         named = {name: value.decode("latin-1") for name, value in reversed(headers)}
         if sum(len(name) + len(value) for name, value in headers) > self.settings.max_header_bytes:
             raise ApiError(431, f"the headers are larger than {self.settings.max_header_bytes} bytes")
-        owner = self._owner(named.get(b"authorization", ""))
-        if owner is None and scope["path"] not in OPEN_PATHS:
-            raise ApiError(401, "send a valid key as `Authorization: Bearer <key>`", code="invalid_api_key")
+        if {b"content-length", b"transfer-encoding"} <= named.keys():
+            # A proxy that goes by the other of the two would take a part of the body for a request (RFC 9112, 6.1).
+            raise ApiError(400, "Content-Length and Transfer-Encoding: send one of them", code="ambiguous_length")
         media_type = named.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and media_type != "application/json":
             what = f"the body's type is {media_type!r}; send it as `Content-Type: application/json`"
             raise ApiError(415, what, code="unsupported_media_type")
-        scope.setdefault("state", {})["owner"] = owner or ""
+        if int(named.get(b"content-length", "0")[:20]) > most:
+            raise _too_large(most)
 
-    def _owner(self, authorization: str) -> str | None:  # None = no valid key; all are compared, in constant time
-        if not self._digests:
-            return ""
-        scheme, _, key = authorization.partition(" ")
-        digest = hashlib.sha256(key.strip().encode()).digest()
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return f"key {found.index(True)}" if scheme.lower() == "bearer" and any(found) else None
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        most = self.settings.max_body_bytes
-        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if declared.isdigit() and int(declared[:20]) > most:
-            raise too_large
+    async def _body(self, receive: Receive) -> bytes | None:
         body = bytearray()
-        try:
-            async with asyncio.timeout(self.settings.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    if len(body) > most:
-                        raise too_large
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.settings.body_seconds:g} seconds") from None
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self.settings.max_body_bytes:
+                raise _too_large(self.settings.max_body_bytes)
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol with a limit on the time in which a request comes, head and body.
+
+    A connection whose head does not come is closed; one whose body does not come is answered with 408, and closed.
+    """
+
+    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None  # runs while a request is not whole
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _watch(self) -> None:
+        is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_incomplete and self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self._too_slow)
+        elif not is_incomplete and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            told = _response(ApiError(408, f"the body did not come within {self._seconds:g} seconds"))
+            head = h11.Response(status_code=408, headers=[*told.raw_headers, (b"connection", b"close")])
+            for event in (head, h11.Data(data=bytes(told.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 def add_status_routes(app: FastAPI, handler: RequestHandler) -> None:
@@ -165,6 +200,7 @@ def create_app(handler: RequestHandler) -> FastAPI:
         lifespan=lifespan,
         responses=ERRORS,
     )
+    app.state.settings, app.router.route_class = handler.settings, JSONRoute
     for kind in (
         ApiError,
         UserError,
@@ -245,8 +281,8 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
     AppStatus.enable_automatic_graceful_drain = False  # it would cut streams at SIGTERM; the drain lets them end
     settings = handler.settings
     config = uvicorn.Config(
-        AdmissionMiddleware(create_app(handler), settings, keys),
-        http="h11",
+        KeyGuard(AdmissionMiddleware(create_app(handler), settings), keys, OPEN_PATHS),
+        http=partial(TimedProtocol, seconds=settings.body_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         access_log=False,
@@ -260,6 +296,8 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
 
 
 async def _error_response(_: Request, error: Exception) -> Response:  # in OpenAI's shape
+    if isinstance(error.__cause__, ApiError):  # of the body's JSON, wrapped by FastAPI
+        error = error.__cause__
     if isinstance(error, ApiError):
         return _response(error)
     if isinstance(error, UserError):

@@ -52,9 +52,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, body: ChatRequest) -> str:
     if body.offered:
         _check_tools(tokenizer)
     # A target that may call nothing is shown no tools: it could not know that it must not call them.
-    tools = [tool.model_dump() for tool in body.tools] if body.offered else None
-    for tool in tools or ():
-        tool["function"].pop("strict")
+    ignored: dict[str, Any] = {"cache_control": True, "function": {"strict", "cache_control"}}
+    tools = [tool.model_dump(exclude=ignored) for tool in body.tools] if body.offered else None
     messages = [message.plain() for message in body.messages]
     return render_messages(tokenizer, messages, variables | ({"tools": tools} if tools else {}))
 

@@ -1,6 +1,6 @@
 """From the validated body of a request to answers in the engine's loop, and from their chunks to HTTP.
 
-A body is checked in this order: readiness, limits, prompt, grammar, room in the queue.
+A body is checked in this order: readiness, limits, prompt, grammar, room in the queue. Its JSON is read in `body`.
 """
 
 from __future__ import annotations
@@ -149,8 +149,6 @@ class RequestHandler:
 
     def _prompts(self, body: Body) -> Sequence[str | list[int] | ChatRequest]:
         if isinstance(body, ChatRequest):
-            if (given := len(body.messages)) > (most := self.settings.max_messages):
-                raise ApiError(400, f"{given} messages, at most {most} are taken", param="messages")
             return [body]
         if not 0 < len(body.prompts) <= self.settings.max_prompts:
             what = f"{len(body.prompts)} prompts, 1 to {self.settings.max_prompts} are taken"

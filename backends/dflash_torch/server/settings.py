@@ -32,7 +32,7 @@ class ServerSettings(BaseSettings):
     ping_seconds: NonNegativeFloat = 15
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
-    body_seconds: PositiveFloat = 30  # for a client to send a body
+    body_seconds: PositiveFloat = 30  # for a client to send a request, head and body
     max_messages: PositiveInt = 1024
     max_prompts: PositiveInt = 16
     max_n: PositiveInt = 16

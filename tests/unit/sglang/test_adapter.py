@@ -94,6 +94,20 @@ def test_a_file_with_two_keys_is_refused(fields: dict[str, Any], tmp_path: Path)
     assert "has 2 keys" in problems(fields, serving={"api_key_file": str(tmp_path / "keys")})
 
 
+@pytest.mark.parametrize("given", [{"grpc-mode": True}, {"grpc-port": 50051}, {"tokenizer-worker-num": 2}])
+def test_a_server_of_sglangs_that_checks_no_key_is_refused_where_a_key_is_asked_for(
+    given: dict[str, Any], fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    keyed = {"serving": {"api_key_file": str(tmp_path / "keys")}}
+    assert "checks no API key" not in problems(fields, engine_args={"sglang": given})
+    assert f"with --{next(iter(given))} this engine checks no API key" in problems(
+        fields, engine_args={"sglang": given}, **keyed
+    )
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert "with SGLANG_RUST_SERVER this engine checks no API key" in problems(fields, **keyed)
+
+
 def test_nvfp4_on_hopper_is_told(fields: dict[str, Any], tmp_path: Path) -> None:
     target = {"model": str(write_paper_target(tmp_path / "fp4", recipe=NVFP4))}
     on = {gpu: deployed(fields, target=target, hardware={"gpu": gpu}) for gpu in ("h100", "b200")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,13 @@ def test_the_bundled_prompts_are_read_and_so_are_a_users(tmp_path: Path) -> None
     user = [{"role": "user", "content": "c"}]
     assert read_prompt_set(path) == [[{"role": "user", "content": "a\u2028b"}], user, [1, 2]]
     assert read_prompt_set(path, raw=True)[0] == "a\u2028b"
+
+
+@pytest.mark.parametrize("content", [None, 5, [{"type": "text", "text": "c"}]])
+def test_a_message_whose_content_is_no_text_is_refused_by_its_line(tmp_path: Path, content: object) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
+    with pytest.raises(UserError, match=r"p.jsonl:1: 'content' of a message is no text"):
+        read_prompt_set(tmp_path / "p.jsonl")
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", '{"text": "a"}', '{"prompt": ""}', '{"token_ids": ["a"]}', "[1]"])

@@ -179,6 +179,18 @@ def test_a_key_that_vllm_would_take_for_a_flag_is_refused(fields: dict[str, Any]
     assert "odd" not in found
 
 
+def test_a_server_of_vllms_that_checks_no_key_is_refused_where_a_key_is_asked_for(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("sound\n")
+    keyed = {"serving__api_key_file": str(tmp_path / "keys")}
+    assert "checks no API key" not in whats(fields, **keyed)
+    assert "checks no API key" not in whats(fields, engine_args__vllm={"grpc": True})
+    assert "with --grpc this engine checks no API key" in whats(fields, engine_args__vllm={"grpc": True}, **keyed)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "with VLLM_USE_RUST_FRONTEND this engine checks no API key" in whats(fields, **keyed)
+
+
 def test_beside_a_release_that_is_not_supported_arguments_are_held_against_the_pinned_list(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
