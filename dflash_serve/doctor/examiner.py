@@ -69,10 +69,7 @@ def examine(
         UserError: a setting that the reference cannot honour, or a server that cannot be asked.
     """
     reference, left_out = reference_deployment(deployment, prompts, max_tokens)
-    backend = embedded_backend()
-    if not isinstance(backend, DiagnosableBackend):
-        do = "install this dflash-serve with its extra [torch]"
-        raise UserError("it cannot be given faults on purpose", where=f"backend {backend.name}", do=do)
+    backend = _diagnosable()
     raise_problems(backend.check(reference))  # before a server is asked for minutes
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
     told: Interview | None = None
@@ -104,6 +101,14 @@ def examine(
         text = json.dumps({"pair": made_by, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
         write_whole(output, text + "\n", do="name another --output")
     return report
+
+
+def _diagnosable() -> DiagnosableBackend:
+    backend = embedded_backend()
+    if not isinstance(backend, DiagnosableBackend):
+        do = "install this dflash-serve with its extra [torch]"
+        raise UserError("it cannot be given faults on purpose", where=f"backend {backend.name}", do=do)
+    return backend
 
 
 def reference_deployment(
