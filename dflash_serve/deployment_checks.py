@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
 from dflash_serve.checkpoint.files import read_headers, tokenizer_problems, verify
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.common.http import read_keys
@@ -19,6 +20,14 @@ from dflash_serve.errors import Problem, UserError
 def uses_drafter(deployment: Deployment) -> bool:
     """The drafter is loaded."""
     return deployment.drafter is not None and deployment.speculation.width not in ("off", 1)
+
+
+def block_size_of(deployment: Deployment) -> int:
+    """B of the deployment's blocks: its own, else the drafter's. The deployment names a drafter."""
+    if deployment.speculation.block_size is not None:
+        return deployment.speculation.block_size
+    assert deployment.drafter is not None
+    return read_config(deployment.drafter.model, deployment.drafter.revision)[0].block_size
 
 
 def block_problems(deployment: Deployment, drafter: DrafterConfig) -> Iterator[Problem]:

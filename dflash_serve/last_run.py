@@ -13,7 +13,7 @@ from typing import Final
 from dflash_serve.checkpoint.source import read_survival, recorded_survival
 from dflash_serve.common.files import cache_home, write_whole
 from dflash_serve.common.store import read_record
-from dflash_serve.deployment import given_survival
+from dflash_serve.deployment import Model, given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step
@@ -32,13 +32,14 @@ class LastRun:
 
     Args:
         drafter: folder.
-        target: name or folder.
+        target: whose weights decide what is accepted; its revision counts, too.
         conditions: other influences on step times, such as the engine, its version and the device.
     """
 
-    def __init__(self, drafter: Path, target: str, conditions: str = "") -> None:
+    def __init__(self, drafter: Path, target: Model, conditions: str = "") -> None:
         self.drafter = drafter
-        pair = hashlib.sha256(target.encode())
+        own = (target.model, target.revision, None if target.quantization == "none" else target.quantization)
+        pair = hashlib.sha256(" ".join(part for part in own if part).encode())
         for file in sorted(drafter.glob("*.safetensors")):
             with file.open("rb") as weights:
                 pair.update(weights.read(HEAD))
@@ -54,10 +55,11 @@ class LastRun:
         """Corrections of the initial step costs from earlier runs; None = no record."""
         return read_record(self.costs_path, LearntCosts)
 
-    def keep(self, survival: Sequence[float], costs: LearntCosts | None = None) -> None:
-        """Writes a record; a failure to write is only logged."""
+    def keep(self, survival: Sequence[float] | None, costs: LearntCosts | None = None) -> None:
+        """Writes a record of what is known; a failure to write is only logged."""
         try:
-            write_whole(self.path, json.dumps([round(share, 4) for share in survival]))
+            if survival is not None:
+                write_whole(self.path, json.dumps([round(share, 4) for share in survival]))
             if costs:
                 write_whole(self.costs_path, costs.model_dump_json())
         except UserError as error:
@@ -73,6 +75,7 @@ class KeptWidth(AutoWidth):
         run: the record of this drafter and target.
         allowed_widths, believed: as for `AutoWidth`.
         learnt: corrections of an estimated `cost`; this run's are recorded too. None = `cost` was measured at start.
+        trimmed: the engine verifies fewer slots than its steps say, so that this run's survival is too low to record.
 
     Raises:
         UserError: DFLASH_SERVE_SURVIVAL is not a survival.
@@ -87,9 +90,10 @@ class KeptWidth(AutoWidth):
         *,
         believed: bool = False,
         learnt: LearntCosts | None = None,
+        trimmed: bool = False,
     ) -> None:
         self._run, self._blocks, self._kept = run, 0, time.monotonic()
-        self._is_guess = learnt is not None
+        self._is_guess, self._trimmed = learnt is not None, trimmed
         known = given_survival() or run.survival() or recorded_survival(run.drafter)
         super().__init__(cost, block_size, allowed_widths, known, believed=believed, learnt=learnt)
 
@@ -98,5 +102,5 @@ class KeptWidth(AutoWidth):
         self._blocks += len(step.widths) - step.widths.count(1)
         if self._blocks >= LEAST and time.monotonic() - self._kept >= EVERY:
             costs = self.times.learnt if self._is_guess else None
-            self._run.keep(self.acceptance.overall(), costs)
+            self._run.keep(None if self._trimmed else self.acceptance.overall(), costs)
             self._blocks, self._kept = LEAST, time.monotonic()

@@ -13,6 +13,7 @@ from dflash_serve.backend import Conversation, Prompt, template_variables
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.documents import DATA, parse_json, read_text
+from dflash_serve.deployment import Model
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
 BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
@@ -128,13 +129,13 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256((repr(parts) + (repr(variables) if variables else "")).encode()).hexdigest()
 
 
-def context_needed(target: str, prompts: Sequence[Prompt], max_tokens: int) -> int:
+def context_needed(target: Model, prompts: Sequence[Prompt], max_tokens: int) -> int:
     """Positions that are enough for the prompts and their answers: the target's whole context may fill the memory.
 
     A prompt has no more tokens than characters, and its template's come on top.
     """
     room = max(len(str(prompt)) for prompt in prompts) + TEMPLATE_TOKENS + max_tokens
-    return min(room, read_target_config(target_folder(target)).max_position_embeddings)
+    return min(room, read_target_config(target_folder(target.model, target.revision)).max_position_embeddings)
 
 
 def _prompt(entry: object, where: str, raw: bool) -> Prompt:

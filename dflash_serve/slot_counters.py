@@ -1,7 +1,10 @@
-"""Counters of slots and widths that our plug-ins put beside an engine's own metrics: how they are written and read.
+"""Counters of slots and widths, on every server of ours that counts them: how they are written and read.
 
-Survival of slot k = slots_accepted{slot="k"} / slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted /
-steps of widths greater than 1.
+Slots are counted from 1 on: the anchor is slot 0. Survival of slot k = slots_accepted{slot="k"} /
+slots_offered{slot="k"}; acceptance length = 1 + sum of slots_accepted / steps of widths other than 1.
+
+Where an engine trims drafted blocks and does not tell which slots it verified, its steps with a draft have the width
+`trimmed`, and no slot is offered: survival is unknown, not low.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ COUNTERS = {
     ACCEPTED: ("slot", "Drafted tokens that were accepted, by slot of the block."),
 }
 """Name -> label and help."""
+TRIMMED = "trimmed"  # Width of a step with a draft of which the engine verified an unknown part
 SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
 LINES = SpeculationLines(
     acceptance_length=(
@@ -41,20 +45,36 @@ class SlotCounters:
     Those of whole blocks stand at 0 from the start: where drafts never pay, a dashboard shows 0 and not that data lack.
 
     Args:
+        trims: the engine verifies an unknown part of each block.
         labels: of all series, by name.
     """
 
-    def __init__(self, block_size: int, **labels: str) -> None:
+    def __init__(self, block_size: int, *, trims: bool = False, **labels: str) -> None:
         self._series = cache(lambda name, place: _counter(name, *labels).labels(*labels.values(), str(place)))
-        for name, place in [(STEPS, block_size), *product((OFFERED, ACCEPTED), range(1, block_size))]:
+        self._series(STEPS, TRIMMED if trims else block_size)
+        for name, place in product((ACCEPTED,) if trims else (OFFERED, ACCEPTED), range(1, block_size)):
             self._series(name, place)
 
-    def count(self, steps: Mapping[int, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
-        """Adds steps by width, and drafted tokens by slot, from 1 on."""
-        for name, counts in ((STEPS, steps), (OFFERED, offered), (ACCEPTED, accepted)):
+    def count(self, steps: Mapping[int | str, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
+        """Adds steps by width (a number, or `TRIMMED`), and drafted tokens by slot, from 1 on."""
+        given: tuple[tuple[str, Mapping[Any, int]], ...] = ((STEPS, steps), (OFFERED, offered), (ACCEPTED, accepted))
+        for name, counts in given:
             for place, count in counts.items():
                 if count > 0:
                     self._series(name, place).inc(count)
+
+
+def slot_counts(counts: AcceptanceStatistics, block_size: int) -> dict[str, dict[int, float]]:
+    """The counters' values of known counts, by name, then by width or slot; those of whole blocks from 0 on.
+
+    Args:
+        block_size: B; 1 = nothing is drafted.
+    """
+    slots = dict.fromkeys(range(1, block_size), 0.0)
+    offered, accepted = (
+        slots | dict(enumerate(each or (), start=1)) for each in (counts.offered_by_slot, counts.accepted_by_slot)
+    )
+    return {STEPS: {block_size: 0.0, **(counts.widths or {})}, OFFERED: offered, ACCEPTED: accepted}
 
 
 @cache
@@ -65,17 +85,19 @@ def _counter(name: str, *labels: str) -> Any:  # one for all engines of this pro
     return Counter(name, about, [*labels, label])
 
 
-def read_slot_counters(samples: Samples, engine: str, prefix: str) -> AcceptanceStatistics | None:
+def read_slot_counters(samples: Samples, title: str, prefix: str) -> AcceptanceStatistics | None:
     """Acceptance by these counters; None = the page has none of them, or is not this engine's.
 
     Args:
-        engine: its name in messages.
+        title: the engine's name in messages.
         prefix: of the engine's own metrics.
     """
     widths = samples.by(f"{STEPS}_total", "width")
-    if not widths or not samples.knows(prefix):
+    trimmed = [count for labels, count in samples.named(f"{STEPS}_total") if labels.get("width") == TRIMMED]
+    if not (widths or trimmed) or not samples.knows(prefix):
         return None
     offered, accepted = (samples.by_slot(f"{name}_total", "slot", first=1) for name in (OFFERED, ACCEPTED))
-    verifications = sum(count for width, count in widths.items() if width > 1)
-    title = f"{engine} with dflash-serve"
+    verifications = sum(count for width, count in widths.items() if width > 1) + sum(trimmed)
+    if trimmed:
+        return AcceptanceStatistics(verifications, None, sum(accepted), None, accepted, None, title, trimmed=True)
     return AcceptanceStatistics(verifications, sum(offered), sum(accepted), offered, accepted, widths, title)

@@ -7,6 +7,7 @@ function, or under TYPE_CHECKING. A package's `__init__` counts as a module wher
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,21 @@ class Module:
                 base = self._base(node)
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
+
+    @property
+    def named(self) -> Iterator[str]:
+        """Dotted names of ours in its strings, docstrings left out: commands, and imports by name."""
+        bodies = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        said = {
+            id(statement.value)
+            for node in ast.walk(self.tree)
+            if isinstance(node, bodies)
+            for statement in node.body
+            if isinstance(statement, ast.Expr)  # a docstring, of a name, too
+        }
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+                yield from re.findall(r"\bdflash_\w+(?:\.\w+)+", node.value)
 
     def _base(self, node: ast.ImportFrom) -> str:
         if not node.level:

@@ -19,7 +19,7 @@ FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     """Acceptance by our plug-in's counters where it is loaded, else by SGLang's own; None = not SGLang's metrics."""
     samples = scrape.samples()
-    return read_slot_counters(samples, FACTS.title, "sglang:") or _of_sglang(samples)
+    return read_slot_counters(samples, f"{FACTS.title} with dflash-serve", "sglang:") or _of_sglang(samples)
 
 
 def _of_sglang(samples: Samples) -> AcceptanceStatistics | None:

@@ -113,7 +113,7 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
     def reference(
         self,
         engine: Engine,
-        drafter: str,
+        deployment: Deployment,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         width: int,
@@ -125,16 +125,20 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
         from .faults.replay import EmbeddedReference
 
         assert isinstance(engine, EmbeddedEngine)
-        embedding = engine.scheduler.target.embedding
-        sound = load_drafter(drafter, dtype=embedding.dtype, device=embedding.device)
+        assert deployment.drafter is not None
+        embedding, drafter = engine.scheduler.target.embedding, deployment.drafter
+        sound = load_drafter(drafter.model, revision=drafter.revision, dtype=embedding.dtype, device=embedding.device)
         return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
-    def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> Difference | None:
+    def first_difference(self, engine: Engine, deployment: Deployment, prompt: Prompt) -> Difference | None:
         from .engine import EmbeddedEngine
         from .faults.tensors import first_difference
 
         assert isinstance(engine, EmbeddedEngine)
-        return first_difference(engine, target_folder(target), drafter_folder(drafter), prompt)
+        assert deployment.drafter is not None
+        target, drafter = deployment.target, deployment.drafter
+        folders = target_folder(target.model, target.revision), drafter_folder(drafter.model, drafter.revision)
+        return first_difference(engine, *folders, prompt)
 
     def prepare(self, deployment: Deployment, folder: Path) -> None:
         raise_problems(self.check(deployment))

@@ -382,4 +382,4 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
     # A padded pass takes as long for every request as its widest block does.
     shared = sizes(1, speculator.block_size) if speculator.drafter_runner.static else None
-    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target.model), shared)
+    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target), shared)

@@ -22,7 +22,7 @@ ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
     """Acceptance by our plug-in's counters where it is loaded, else by vLLM's own; None = not vLLM's metrics."""
     samples = scrape.samples()
-    return read_slot_counters(samples, FACTS.title, "vllm:") or _of_vllm(samples)
+    return read_slot_counters(samples, f"{FACTS.title} with dflash-serve", "vllm:") or _of_vllm(samples)
 
 
 def _of_vllm(samples: Samples) -> AcceptanceStatistics | None:

@@ -15,10 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
+from dflash_serve.checkpoint.source import target_source
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import sha256
 from dflash_serve.common.processes import run_command
 from dflash_serve.common.settings import Frozen, PositiveInt
+from dflash_serve.deployment import Model
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, human_eval_prompts, jsonl_prompts
 
@@ -164,8 +166,8 @@ class Aiperf:
 
     dataset: Dataset
     request: RequestSettings
-    tokenizer: str | None
-    """A folder or a hub id; None = that of the model's name."""
+    tokenizer: Model | None
+    """The model whose tokenizer it loads; None = that of the model's name."""
     api_key: str | None = None
 
     def run(self, job: Job) -> Figures:
@@ -197,17 +199,24 @@ class Aiperf:
             *("--osl", str(self.request.output_tokens), "--extra-inputs", json.dumps(more)),
             *("--concurrency", str(job.concurrency), "--request-count", str(job.requests)),
             *("--request-rate", str(LOOKS_PER_SECOND), "--arrival-pattern", "constant"),
-            *(["--tokenizer", self.tokenizer] if self.tokenizer else []),
+            *self._tokenizer(),
             *("--no-gpu-telemetry", "--no-server-metrics", "--export-level", "summary", "--ui", "none"),
             *("--artifact-dir", str(job.folder)),
         ]
+
+    def _tokenizer(self) -> list[str]:
+        if self.tokenizer is None:
+            return []
+        source, revision = str(target_source(self.tokenizer.model)), self.tokenizer.revision
+        at = [] if revision is None or Path(source).is_dir() else ["--tokenizer-revision", revision]
+        return ["--tokenizer", source, *at]
 
     def environment(self) -> dict[str, str]:
         """The environment of aiperf. The key is in it, so that no process list shows it."""
         env = {name: value for name, value in os.environ.items() if name != KEY}  # it may belong to another server
         if self.api_key:
             env[KEY] = self.api_key
-        if self.tokenizer and Path(self.tokenizer).is_dir():
+        if self.tokenizer and Path(target_source(self.tokenizer.model)).is_dir():
             for name in OFFLINE:  # offline, aiperf 0.13 takes a folder for a hub id
                 env.pop(name, None)
         return env

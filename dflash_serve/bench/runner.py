@@ -13,14 +13,13 @@ from dflash_serve.backend import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.results import ReportData, Run, write_report
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
-from dflash_serve.checkpoint.source import target_source
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.common.provenance import commit, environment, now
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 from dflash_serve.server_adapter import running_server
 
@@ -54,8 +53,8 @@ class Bench:
             chat_template_kwargs=settings.chat_template_kwargs,
         )
         self.api_key = read_api_key(settings.api_key_file)
-        own = str(target_source(deployment.target.model)) if deployment is not None else None
-        self.aiperf = Aiperf(self.dataset, self.request, settings.tokenizer or own, self.api_key)
+        tokenizer = Model(model=settings.tokenizer) if settings.tokenizer else deployment and deployment.target
+        self.aiperf = Aiperf(self.dataset, self.request, tokenizer, self.api_key)
         self.cells = schedule(list(self.variants), settings)
         self.stores: dict[str, Store] = {}
         """Finished runs by variant; empty until the bench runs, so that a mistake in the settings writes nothing."""

@@ -13,6 +13,7 @@ from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, describe, without_nulls
 from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
+from dflash_serve.deployment_checks import block_size_of
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.prompts import template_kwargs
 from dflash_serve.server_adapter import drafting_argument, resolve
@@ -196,12 +197,7 @@ def _width(deployment: Deployment, word: str) -> int | str:
     if word != FIXED:
         do = "use off, fixed, auto or a number of slots; other methods are overlays, --variant NAME=FILE"
         raise UserError(f"{word!r} is no variant of serving", where="--variants", do=f"{do} (examples/bench/)")
-    if deployment.speculation.block_size is not None:
-        return deployment.speculation.block_size
-    from dflash_serve.checkpoint.reader import read_config
-
-    assert deployment.drafter is not None
-    return read_config(deployment.drafter.model, deployment.drafter.revision)[0].block_size
+    return block_size_of(deployment)
 
 
 def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
@@ -30,8 +29,9 @@ from dflash_serve.common.documents import read_json
 from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
+from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import BUNDLED, prompts_digest, read_prompt_set
+from dflash_serve.prompts import BUNDLED, prompts_digest, read_prompt_set, with_variables
 from dflash_serve.server_adapter import resolve, running_server
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import FEWEST, WITH, WITHOUT, VerifyPlan
@@ -51,9 +51,7 @@ SAMPLED_COST = 120
 """Tokens of time for one sample of every case, prompts included: see `verify.questions.SAMPLED`."""
 LONG_SHARE, LONGEST = 0.2, 2048  # Largest share of a verification's time for its long answers, and their most tokens
 LONG_ANSWERS = 4  # Two prompts on two sides
-DOCTOR = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()", "doctor")
-"""The doctor runs in a process of its own, which gives all memory of its models back."""
-DOCTOR_SIZE = ("--num-prompts", "8", "--max-tokens", "32", "--quiet")
+DOCTOR_PROMPTS, DOCTOR_TOKENS = 8, 32  # Prompts of an examination, and the length of their longest answer
 
 
 class OutOfTimeError(Exception):
@@ -92,8 +90,8 @@ class Certification:
         self.together = not first.settings.one_at_a_time  # The plain server goes on beside another one
         self.running: dict[str, tuple[ExitStack, str]] = {}  # Servers and their URLs, by variant
         texts = first.dataset.prompts
-        self.prompts: list[Prompt] = [[{"role": "user", "content": text}] for text in (texts or ())[:20]]
-        self.prompts = self.prompts or read_prompt_set()
+        own: list[Prompt] = [[{"role": "user", "content": text}] for text in (texts or ())[:20]]
+        self.prompts = [with_variables(prompt, settings.chat_template_kwargs) for prompt in own or read_prompt_set()]
 
     @property
     def spent(self) -> float:
@@ -240,6 +238,7 @@ class Certification:
         return VerifyPlan(
             prompts=prompts if samples else min(prompts, max(FEWEST_PROMPTS, int(left / each))),
             prompts_sha256=prompts_digest(self.prompts),
+            chat_template_kwargs=self.settings.chat_template_kwargs,
             max_tokens=longest,
             samples=samples,
             long_tokens=long if long > longest else 0,
@@ -251,24 +250,21 @@ class Certification:
         """The doctor's verdict on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
         (name,) = self.benches[FIXED].variants.keys() - {OFF}
         self.tell("acceptance is low: asking the doctor")
-        suspect = ("--url", self._url(name))
+        suspect: dict[str, Any] = {"url": self._url(name)}
         if not self.together:  # its own engine needs the memory
             self._stop()
-            suspect = ("--observed", str(self.measurements().acceptance_length))
-        one, sentences = self.settings, list[str]()
-        given = [str(one.deployment)] if one.deployment else ["--target", str(one.target)]
-        given += ["--drafter", one.drafter] if one.drafter else []
-        verdicts = list[str]()
-        for number, about in enumerate((suspect, ())):
+            suspect = {"observed": self.measurements().acceptance_length}
+        sentences, verdicts = list[str](), list[str]()
+        asked, size = self.prompts[:DOCTOR_PROMPTS], {"max_tokens": DOCTOR_TOKENS}
+        for number, about in enumerate((suspect, {})):
             output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
-            again = ["--resume"] if output.with_name(f"{output.name}.partial.jsonl").exists() else []
-            argv = [*DOCTOR, *given, *about, *DOCTOR_SIZE, *again, "--output", str(output)]
+            again = output.with_name(f"{output.name}.partial.jsonl").exists()
             try:
-                done = subprocess.run(argv, capture_output=True, text=True, timeout=left, check=False)  # noqa: S603
+                examine_apart(self.variants[name], asked, output, **about, **size, resume=again, seconds=left)
             except subprocess.TimeoutExpired:
                 return {"verdict": UNKNOWN, "sentences": [*sentences, "there was no time for more (--minutes)"]}
-            if done.returncode not in (0, 1, 3):
-                return {"verdict": UNKNOWN, "sentences": [(done.stderr.splitlines() or ["it failed"])[-1]]}
+            except UserError as error:
+                return {"verdict": UNKNOWN, "sentences": [*sentences, str(error)]}
             report = read_json(output)
             sentences += report["sentences"][:2]
             verdicts.append(report["verdict"])

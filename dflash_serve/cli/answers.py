@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_serve.backend import Chunk, Engine, Prompt, RequestOutput, embedded_backend
-from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.common.extras import need
@@ -26,6 +25,7 @@ from dflash_serve.common.files import require_file, write_whole
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.deployment import Deployment
+from dflash_serve.deployment_checks import block_size_of
 from dflash_serve.errors import UserError
 from dflash_serve.llm import LLM
 from dflash_serve.prompts import context_needed, task_prompts, template_kwargs, with_variables
@@ -218,6 +218,7 @@ class EvaluationReport(Frozen):
 
     target: str
     drafter: str
+    deployment: dict[str, Any]  # The whole deployment that was measured, without defaults
     width: int | Literal["auto"]  # Slots verified in a step; auto = chosen by the engine in each step
     max_tokens: int
     temperature: float
@@ -262,7 +263,7 @@ def evaluate(
         require_file(output)
     if described.limits.max_model_len is None:
         each = [prompt for prompts in tasks.values() for prompt in prompts]
-        room = context_needed(described.target.model, each, max_tokens)
+        room = context_needed(described.target, each, max_tokens)
         described = described.model_copy(update={"limits": described.limits.model_copy(update={"max_model_len": room})})
     engine, chosen = embedded_backend().engine(described), described.speculation.width
     assert described.drafter is not None and chosen != "off"  # noqa: PT018
@@ -271,6 +272,7 @@ def evaluate(
     report = EvaluationReport(
         target=described.target.model,
         drafter=described.drafter.model,
+        deployment=described.model_dump(mode="json", exclude_defaults=True),
         width=chosen,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -294,12 +296,11 @@ def _with_width(path: Path | None, given: Mapping[str, Any]) -> Deployment:
         UserError: anything about them that does not fit, or a width without speculation.
     """
     found = described_pair(path, options.deployment_flags(given), embedded_backend(), quiet=given["quiet"])
-    drafter, speculation, limits = found.drafter, found.speculation, found.limits
-    if drafter is None:
+    speculation, limits = found.speculation, found.limits
+    if found.drafter is None:
         raise UserError("there is no drafter", where="evaluate", do="give --drafter")
     if "width" not in speculation.model_fields_set:
-        block = speculation.block_size or read_config(drafter.model, drafter.revision)[0].block_size
-        speculation = speculation.model_copy(update={"width": block})
+        speculation = speculation.model_copy(update={"width": block_size_of(found)})
     if speculation.width in ("off", 1):
         raise UserError("without speculation nothing is accepted", where="--width", do="give 2 or more, or auto")
     if limits.max_batch_size is None:

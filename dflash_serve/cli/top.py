@@ -100,6 +100,8 @@ def _page(url: str, now: LiveFigures, rates: str, lengths: str) -> Table:
     page.add_row("acceptance τ", f"{number(now.acceptance_length, 2):>9}  {lengths}")
     page.add_row("tokens/step", f"{number(now.tokens_per_step, 2):>9}")
     page.add_row("mean width", f"{number(now.mean_width, 2):>9}")
+    if now.trimmed:
+        page.add_row("survival", "trimmed blocks: the engine does not report which slots it verified")
     for slot, survival in enumerate(now.survival, start=1):
         page.add_row("survival" if slot == 1 else "", f"{f'slot {slot}':>9}  {_bar(survival)} {number(survival, 2)}")
     for n, (width, part) in enumerate((now.widths or {}).items()):

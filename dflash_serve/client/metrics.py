@@ -249,6 +249,7 @@ class LiveFigures:
     tokens_per_step: float | None  # Mean over all steps, also those without speculation
     survival: list[float | None]  # Survival of slots 1, 2, ..., over the steps whose width covered them
     widths: dict[int, float] | None  # Width with the anchor -> its share of the steps; 1 = nothing was drafted
+    trimmed: bool = False  # The engine verified an unknown part of each drafted block
 
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
@@ -270,6 +271,7 @@ class LiveFigures:
             tokens_per_step=acceptance.tokens_per_step,
             survival=acceptance.survival(),
             widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
+            trimmed=acceptance.trimmed,
         )
 
     @property

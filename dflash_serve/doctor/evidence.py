@@ -28,6 +28,7 @@ from typing import Protocol, runtime_checkable
 
 from dflash_serve.backend import Engine, InProcessBackend, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
+from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -91,7 +92,7 @@ class DiagnosableBackend(InProcessBackend, Protocol):
     def reference(
         self,
         engine: Engine,
-        drafter: str,
+        deployment: Deployment,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         width: int,
@@ -101,19 +102,19 @@ class DiagnosableBackend(InProcessBackend, Protocol):
 
         Args:
             engine: started by this backend, with a drafter.
-            drafter: hub id, folder or bundled name of the same drafter; predictions read it anew.
+            deployment: the one that it was started with; predictions read its drafter anew.
             params: greedy, with `max_tokens`.
             width: most slots verified a step.
             steps: by prompt, for a server whose width changes; None = every step is `width` wide.
         """
         ...
 
-    def first_difference(self, engine: Engine, target: str, drafter: str, prompt: Prompt) -> object | None:
+    def first_difference(self, engine: Engine, deployment: Deployment, prompt: Prompt) -> object | None:
         """The first tensor of the engine that differs from transformers' and the core's; `str` gives a sentence.
 
         Args:
             engine: started by this backend, with a drafter.
-            target, drafter: hub ids, folders or bundled names of its models.
+            deployment: the one that it was started with.
         """
         ...
 
@@ -172,14 +173,14 @@ def interview(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    block_size: int,
+    most: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Interview:
     """Asks a server every prompt.
 
     Args:
         params: greedy.
-        block_size: the drafter's B.
+        most: most slots that a step of its deployment verifies.
         advance: called after each answer.
 
     Raises:
@@ -195,7 +196,7 @@ def interview(
         advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
     whole = total(each)
-    width, steps = widths_of(each, block_size, endpoint.base)
+    width, steps = widths_of(each, most, endpoint.base)
     if whole.acceptance_length is None:
         do = "start it with speculation, and give --metrics-url for each worker of a router; or give --observed"
         raise UserError("it reports no acceptance", where=endpoint.base, do=do)
@@ -205,20 +206,23 @@ def interview(
     return Interview(observation, width, steps, whole.engine, notes)
 
 
-def widths_of(
-    each: Sequence[AcceptanceStatistics], block_size: int, where: str
-) -> tuple[int, tuple[Steps, ...] | None]:
+def widths_of(each: Sequence[AcceptanceStatistics], most: int, where: str) -> tuple[int, tuple[Steps, ...] | None]:
     """The width of all steps; if it changes, the largest one and each prompt's steps by width.
 
     Args:
         each: counts by prompt.
+        most: most slots that a step of the deployment verifies; the width if the server reports none.
 
     Raises:
-        UserError: the widths change and are not reported, or are wider than the drafter's block.
+        UserError: the widths change and are not reported, are wider than the deployment's, or blocks are trimmed.
     """
     whole = total(each)
+    if whole.trimmed:
+        what = "it trims drafted blocks, and does not report which slots it verified"
+        do = f"start it with a fixed width (at best {most}) while the doctor looks"
+        raise UserError(what, where=where, do=do)
     wide = {width: steps for width, steps in (whole.widths or {}).items() if width > 1}
-    width, constant = block_size, True
+    width, constant = most, True
     if wide:
         width = max(wide)
         # Fewer tokens are left at an answer's end. Such a step gains at least one, so an answer has width - 1 of them.
@@ -229,14 +233,14 @@ def widths_of(
         mean = 1 + whole.drafted / whole.verifications
         width = round(mean + 0.25)
         constant = mean > width - 0.5
-    if width > block_size:
-        do = f"name the --drafter that it serves, or its --block-size (here B = {block_size})"
-        raise UserError(f"it verifies {width} slots a step, more than the drafter's block has", where=where, do=do)
+    if width > most:
+        do = "name the --drafter that it serves, its --block-size or its speculation.width"
+        raise UserError(f"it verifies {width} slots a step, more than the deployment's {most}", where=where, do=do)
     if constant:
         return width, None
     told = [one.widths for one in each if one.widths]
     if len(told) < len(each):
-        do = f"start it with a fixed width (at best {block_size}) while the doctor looks"
+        do = f"start it with a fixed width (at best {most}) while the doctor looks"
         raise UserError("its width changes from step to step, and it does not report its widths", where=where, do=do)
     return width, tuple(told)
 

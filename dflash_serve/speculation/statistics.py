@@ -34,6 +34,8 @@ class AcceptanceStatistics:
     """Engine whose metrics were read; None = our own loop."""
     reported_length: float | None = None
     """τ as reported by an engine without counts."""
+    trimmed: bool = field(default=False, repr=False)
+    """The engine verified an unknown part of each drafted block; `verifications` counts all steps with a draft."""
     drained: bool = field(default=False, repr=False)
     """The engine resets its counts at every reading, so these are counts since the reading before."""
 
@@ -90,7 +92,8 @@ class AcceptanceStatistics:
 
     def _merged(self, other: AcceptanceStatistics, sign: int = 1) -> AcceptanceStatistics:
         sums = {name: _plus(getattr(self, name), getattr(other, name), sign) for name in COUNTS}
-        return AcceptanceStatistics(**sums, engine=self.engine or other.engine)
+        trimmed = self.trimmed or other.trimmed
+        return AcceptanceStatistics(**sums, engine=self.engine or other.engine, trimmed=trimmed)
 
     @property
     def speculates(self) -> bool | None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.common.prometheus import Scrape
 from dflash_serve.slot_counters import ACCEPTED, OFFERED, STEPS
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth
-from dflash_vllm.facts import GUESSED_COSTS
+from dflash_vllm.facts import FACTS, GUESSED_COSTS
 
 pytest.importorskip("vllm")
 
@@ -218,6 +219,28 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
     assert counted(STEPS, "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]
     assert counted(OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, 0]
     assert counted(ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, 0]
+
+
+def test_of_trimmed_blocks_no_slot_is_called_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler is not told what its runner verified: of 3 drafts of 4 slots, 5 slots in all."""
+    from prometheus_client import REGISTRY, generate_latest
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    made_by, config = logger_class(), server("dflash")
+    monkeypatch.setattr(sys.modules[made_by.__module__], "proof", lambda: None)
+    config.speculative_config.enable_adaptive_verification = True
+    drafting = SpecDecodingStats.new(4)
+    for accepted in (2, 1, 0):
+        drafting.observe_draft(4, accepted)
+    made_by(config, 9).record(
+        SimpleNamespace(spec_decoding_stats=drafting), SimpleNamespace(inter_token_latencies_iter=[0.1] * 5)
+    )
+    text = generate_latest(REGISTRY).decode()
+    ours = "\n".join(line for line in text.splitlines() if 'engine="9"' in line)
+    read = FACTS.read_acceptance(Scrape({"/metrics": ours + "\nvllm:num_requests_waiting 0.0\n"}.get))
+    assert read is not None
+    assert (read.trimmed, read.verifications, read.accepted) == (True, 3, 3)
+    assert (read.drafted, read.offered_by_slot, read.widths, read.survival()) == (None, None, None, [])
 
 
 def test_every_decoded_step_has_one_width_and_is_counted_by_one_api_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,13 @@ def test_every_push_runs_the_suites_of_make_test() -> None:
     assert {target for suite in suites for target in suite.split()} == wanted - {"environments"}
 
 
+def test_nothing_is_released_before_the_suites_have_passed() -> None:
+    jobs = WORKFLOW["jobs"]
+    (suites,) = [name for name, job in jobs.items() if job.get("uses") == "$/.github/workflows/ci.yaml"]
+    assert "workflow_call" in WORKFLOWS["ci"][True]  # YAML 1.1 reads the key `on` as true
+    assert {name for name, job in jobs.items() if job.get("needs") != suites} == {suites}
+
+
 def test_the_contract_job_tries_the_newest_release_that_was_read() -> None:
     releases = WORKFLOWS["tensorrt-llm"]["jobs"]["contract"]["strategy"]["matrix"]["release"]
     assert all(OLDEST <= Release.parse(release) <= NEWEST for release in releases)

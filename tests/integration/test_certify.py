@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
+from dflash_serve.backend import template_variables
 from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.certify import certification
 from dflash_serve.checkpoint.source import record_survival
-from dflash_serve.cli.main import app
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
@@ -168,36 +168,51 @@ def test_a_slow_server_is_refused(site: MakeSite) -> None:
     assert "refused; recommended: width off" in found.report["lines"][3]
 
 
-SAYS = """
-import json, pathlib, sys
-healthy, output = "--url" in sys.argv, pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
-said = "the server is healthy" if healthy else "the checkpoint: rope"
-output.write_text(json.dumps({"verdict": "healthy" if healthy else "fault", "sentences": [said, " ".join(sys.argv)]}))
-sys.exit(0 if healthy else 1)
-"""
+Examined = list[tuple[Deployment, list[Any], dict[str, Any]]]
+
+
+def stand_in(examined: Examined) -> Callable[..., None]:
+    """In place of the doctor's process, which has tests of its own and takes a minute."""
+    real = signature(examine_apart)
+
+    def examine(*given: Any, **more: Any) -> None:
+        asked = real.bind(*given, **more).arguments  # as the real one takes it
+        examined.append((asked["deployment"], asked["prompts"], more))
+        healthy = asked.get("url") is not None
+        said = "the server is healthy" if healthy else "the checkpoint: rope"
+        asked["output"].write_text(json.dumps({"verdict": "healthy" if healthy else "fault", "sentences": [said]}))
+
+    return examine
 
 
 def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
     site: MakeSite, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The doctor is a stand-in, whose options must be the real one's: it has tests of its own, and takes a minute."""
+    """What is certified is what the doctor judges: the deployment whole, and prompts with the template's variables."""
     drafter = tmp_path / "damaged"  # random weights that claim the acceptance of trained ones
     drafter.mkdir()
     for file in folders[1].iterdir():
         (drafter / file.name).write_bytes(file.read_bytes())
     record_survival(drafter, [0.9, 0.8, 0.7])
     pair = (folders[0], drafter)
-    monkeypatch.setattr(certification, "DOCTOR", (sys.executable, "-c", SAYS))
+    examined: Examined = []
+    monkeypatch.setattr(certification, "examine_apart", stand_in(examined))
     found = site(lambda: tiny_engine(pair, max_batch_size=broken_loops.SLOTS), pair)
-    assert found.certify() == 1
+    variables = {"enable_thinking": False}
+    assert found.certify("--chat-template-kwargs", json.dumps(variables)) == 1
     wrong = found.report["lines"][4]
     assert "acceptance length 1." in wrong
     assert "3.40 published (the drafter's provenance.json)" in wrong
     assert "doctor: the server is healthy" in wrong
     assert "doctor: the checkpoint: rope" in wrong
-    command: Any = typer.main.get_command(app)
-    known = {option for parameter in command.commands["doctor"].params for option in parameter.opts}
-    assert {"--url", "--output"} < set(re.findall(r"--[a-z-]+", wrong)) <= known
+    asked: Any = load_deployment(found.file)
+    whole = asked.model_copy(update={"speculation": asked.speculation.model_copy(update={"width": 4})})
+    assert [deployment for deployment, _, _ in examined] == [whole, whole]
+    assert ["url" in more for _, _, more in examined] == [True, False]
+    assert all(template_variables(prompt) == variables for _, prompts, _ in examined for prompt in prompts)
+    plans = [verified["plan"] for verified in found.report["verifications"].values()]
+    assert [plan["chat_template_kwargs"] for plan in plans] == [variables] * len(plans)
+    assert found.report["request"]["chat_template_kwargs"] == variables
 
 
 def test_an_interrupted_certification_goes_on(site: MakeSite) -> None:

@@ -554,13 +554,11 @@ def test_the_metrics_speak_of_queue_latency_and_acceptance(served: Running) -> N
         "time_to_first_token_seconds",
         "inter_token_latency_seconds",
         "e2e_request_latency_seconds",
-        "spec_decode_num_drafts",
-        "spec_decode_num_accepted_tokens",
         "spec_decode_acceptance_length",
-        "spec_decode_survival",
-        "spec_decode_width",
     ):
         assert families[f"dflash:{name}"].samples, name
+    for name in ("steps", "slots_offered", "slots_accepted"):
+        assert families[f"dflash_serve:{name}"].samples, name
     (length,) = families["dflash:spec_decode_acceptance_length"].samples
     assert length.value >= 1
     assert length.labels == {"model_name": MODEL}

@@ -17,7 +17,7 @@ SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 """Labels that come from Prometheus, by the chart's PodMonitor, and from no engine."""
 PREFIXES = {
     "dflash:": {"torch"},
-    "dflash_serve:": {"sglang", "vllm"},
+    "dflash_serve:": {"sglang", "torch", "vllm"},
     "http_requests_total": {"vllm"},
     "sglang:": {"sglang"},
     "trtllm_": {"tensorrt-llm"},

@@ -92,6 +92,22 @@ def test_messages_name_only_verbs_that_exist() -> None:
                 assert verb in verbs, f"{path.relative_to(ROOT)}: dflash-serve {verb}"
 
 
+def test_every_module_of_ours_that_a_file_says_to_run_exists() -> None:
+    """Neither what has changed since (the changelog) nor what was measured then says how to run it now."""
+    argv = ["git", "grep", "-IohE", r"python3? -m (benchmarks|tests|dflash_[a-z_]+)[a-z_.]*"]
+    left_out = [":!CHANGELOG.md", ":!benchmarks/results"]
+    done = subprocess.run([*argv, "--", ".", *left_out], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = {line.split()[-1].rstrip(".") for line in done.stdout.splitlines()}
+    assert len(named) > 10
+    homes = (ROOT, ROOT / "backends", ROOT / "engines")
+
+    def exists(name: str) -> bool:
+        places = [home / name.replace(".", "/") for home in homes]
+        return any(place.with_suffix(".py").is_file() or (place / "__main__.py").is_file() for place in places)
+
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
 def test_there_is_one_version_number() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/dflash-serve/Chart.yaml").read_text())
     assert chart["appVersion"] == dflash_serve.__version__

@@ -113,7 +113,7 @@ def with_header(header: str, data: bytes) -> bytes:
 
 
 def _last_survival(path: Path) -> object:
-    run = LastRun(path.parent, "target")
+    run = LastRun(path.parent, Model(model="target"))
     run.path = path
     return run.survival()
 

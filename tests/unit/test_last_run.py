@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.checkpoint.source import record_survival
-from dflash_serve.deployment import SURVIVAL
+from dflash_serve.deployment import SURVIVAL, Model
 from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step
@@ -28,7 +28,7 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(drafter: Path, target: str = "target") -> AutoWidth:
-    return KeptWidth(STEEP, 8, LastRun(drafter, target), [1, 2, 8])
+    return KeptWidth(STEEP, 8, LastRun(drafter, Model(model=target)), [1, 2, 8])
 
 
 def learn(policy: AutoWidth, accepted: int, clock: list[float], seconds: float | None = None) -> None:
@@ -70,32 +70,39 @@ def test_a_short_run_leaves_nothing(drafter: Path, clock: list[float]) -> None:
     policy = begin(drafter)
     clock[0] += EVERY
     policy.observe(Step(["a"], [8], [7]))
-    assert LastRun(drafter, "target").survival() is None
+    assert LastRun(drafter, Model(model="target")).survival() is None
+
+
+def test_a_run_whose_blocks_were_trimmed_records_no_survival(drafter: Path, clock: list[float]) -> None:
+    run = LastRun(drafter, Model(model="target"))
+    learn(KeptWidth(STEEP, 8, run, [1, 2, 8], learnt=LearntCosts.of_unit(0.1), trimmed=True), 3, clock, seconds=1.0)
+    assert run.survival() is None
+    assert run.costs() is not None
 
 
 def test_a_cache_that_cannot_be_written_or_read_stops_nobody(drafter: Path, clock: list[float]) -> None:
-    path = LastRun(drafter, "target").path
+    path = LastRun(drafter, Model(model="target")).path
     path.parent.mkdir(parents=True)
     path.write_text('{"not": "a survival"}')
     policy = begin(drafter)
     path.unlink()
     path.mkdir()  # nothing can take its place
     learn(policy, 7, clock)
-    assert LastRun(drafter, "target").survival() is None
+    assert LastRun(drafter, Model(model="target")).survival() is None
 
 
 def test_what_steps_took_is_kept_of_a_guess_under_its_conditions(drafter: Path, clock: list[float]) -> None:
-    run = LastRun(drafter, "target", "engine 1")
+    run = LastRun(drafter, Model(model="target"), "engine 1")
     policy = KeptWidth(STEEP, 8, run, [1, 2, 8], learnt=LearntCosts.of_unit(0.1))
     learn(policy, 7, clock, seconds=1.0)
-    assert LastRun(drafter, "target", "engine 1").costs() == policy.times.learnt
-    assert LastRun(drafter, "target", "engine 2").costs() is None
+    assert LastRun(drafter, Model(model="target"), "engine 1").costs() == policy.times.learnt
+    assert LastRun(drafter, Model(model="target"), "engine 2").costs() is None
     run.costs_path.write_text('{"mean": []}')
     assert run.costs() is None
 
 
 def test_costs_that_were_measured_or_given_are_not_kept(drafter: Path, clock: list[float]) -> None:
-    run = LastRun(drafter, "target")
+    run = LastRun(drafter, Model(model="target"))
     learn(KeptWidth(STEEP, 8, run), 7, clock, seconds=1.0)
     learn(KeptWidth(STEEP, 8, run, believed=True), 7, clock, seconds=1.0)
     assert run.survival() is not None

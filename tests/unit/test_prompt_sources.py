@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from dflash_serve import prompts
+from dflash_serve.deployment import Model
 from dflash_serve.errors import UserError
 from dflash_serve.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
 from dflash_serve.training.data import written_prompts
 from dflash_serve.training.recipe import DatasetPrompts
+from tests.support.paper_models import write_paper_target
 
 TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
 ROWS = [
@@ -23,8 +25,21 @@ ROWS = [
 
 def test_a_context_has_room_for_prompts_and_answers_and_no_more_than_the_target_has() -> None:
     chat = [{"role": "user", "content": "a" * 100}]
-    assert 100 + 20 < prompts.context_needed("smollm2", ["short", chat], 20) < 1000
-    assert prompts.context_needed("smollm2", ["a" * 9000], 20) == 8192
+    assert 100 + 20 < prompts.context_needed(Model(model="smollm2"), ["short", chat], 20) < 1000
+    assert prompts.context_needed(Model(model="smollm2"), ["a" * 9000], 20) == 8192
+
+
+def test_a_context_is_that_of_the_pinned_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the hub, `main` has gone on to another context than the commit that is served."""
+    (refs := tmp_path / "models--a--target" / "refs").mkdir(parents=True)
+    for name, commit, positions in (("v1", "0" * 40, 48), ("main", "1" * 40, 96)):
+        snapshot = tmp_path / "models--a--target" / "snapshots" / commit
+        write_paper_target(snapshot, max_position_embeddings=positions)
+        (refs / name).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for revision, positions in ((None, 96), ("v1", 48)):
+        assert prompts.context_needed(Model(model="a/target", revision=revision), ["a" * 9000], 20) == positions
 
 
 @pytest.fixture

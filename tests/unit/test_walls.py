@@ -3,10 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.house import ROOT, House
+from tests.house import ROOT, House, Module
 
 HOUSE = House()
 BACKENDS = {path.name for path in (ROOT / "backends").iterdir() if (path / "__init__.py").exists()}
@@ -22,13 +23,13 @@ def is_verb(name: str) -> bool:
 
 
 def violations(inside: Callable[[str], bool], allowed: Callable[[str], bool]) -> list[str]:
-    """Imports of ours, from modules inside, of what is not allowed."""
+    """Imports of ours, from modules inside, of what is not allowed; names in strings count as imports."""
     ours = {"dflash_serve", "dflash_engines", *BACKENDS}
     return [
         f"{module.name} imports {name}"
         for module in HOUSE.modules.values()
         if inside(module.name)
-        for name in module.imports
+        for name in (*module.imports, *module.named)
         if top(name) in ours and not allowed(name)
     ]
 
@@ -41,6 +42,13 @@ def test_the_core_never_looks_up_and_its_rooms_know_no_verb() -> None:
         return top(name) == "dflash_serve" and not is_verb(name) and name != "dflash_serve.__main__"
 
     assert violations(room, room) == []
+
+
+def test_a_module_that_is_named_in_a_command_counts_as_imported(tmp_path: Path) -> None:
+    (tmp_path / "room.py").write_text(
+        '''"""See dflash_serve.cli.main."""\nRUN = ("-c", "from dflash_serve.cli.doctor import doctor; doctor()")\n'''
+    )
+    assert [*Module("room", tmp_path / "room.py").named] == ["dflash_serve.cli.doctor"]
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))

@@ -16,7 +16,7 @@ from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.deployment import given_cost
+from dflash_serve.deployment import Model, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
@@ -86,7 +86,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             drafter = local_folder(args.speculative_draft_model_path, args.speculative_draft_model_revision)
         except UserError:  # from a store that only SGLang knows
             drafter = Path(args.speculative_draft_model_path)
-        return KeptWidth(cost, self.block_size, LastRun(drafter, args.model_path), offered)
+        target = Model(model=args.model_path, revision=args.revision)
+        return KeptWidth(cost, self.block_size, LastRun(drafter, target), offered)
 
     def _costs(self, offered: list[int]) -> CostModel:  # the first rank's table, else measured together
         cost = self.ranks.from_first("the cost table", given_cost)

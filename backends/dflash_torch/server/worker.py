@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from dflash_serve.backend import Chunk
 from dflash_serve.errors import UserError
+from dflash_serve.slot_counters import COUNTERS, slot_counts
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .. import facts
@@ -114,19 +115,11 @@ class ServerMetrics(Collector):
         counts = now.statistics
         if counts is None:
             return
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield self._family(counter, facts.DRAFTS, "Steps that verified a draft.", counts.verifications or 0)
-        yield self._family(counter, facts.DRAFTED, "Drafted tokens verified.", counts.drafted or 0)
-        yield self._family(counter, facts.ACCEPTED, "Drafted tokens accepted.", counts.accepted or 0)
         length = "Mean tokens gained per verified draft, the bonus token counted."
-        yield self._family(gauge, facts.ACCEPTANCE_LENGTH, length, counts.acceptance_length)
-        yield self._family(counter, facts.WIDTHS, "Requests' steps by the width chosen.", counts.widths or {}, "width")
-        survival = dict(enumerate(counts.survival(now.block_size or 1), start=1))
-        known = dict(enumerate(counts.accepted_by_slot or (), start=1))
-        accepted = {slot - 1: known.get(slot, 0) for slot in survival}
-        yield self._family(counter, facts.ACCEPTED_BY_SLOT, "By slot, from 0 on.", accepted, "position")
-        text = "P(slot is accepted), where the width covered it."
-        yield self._family(gauge, facts.SURVIVAL, text, survival, "slot")
+        yield self._family(GaugeMetricFamily, facts.ACCEPTANCE_LENGTH, length, counts.acceptance_length)
+        for name, values in slot_counts(counts, now.block_size or 1).items():
+            label, about = COUNTERS[name]
+            yield self._family(CounterMetricFamily, name, about, values, label)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, LABELS, registry=self.registry, buckets=SECONDS).labels(self.model_name)
@@ -139,7 +132,7 @@ class ServerMetrics(Collector):
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
-        value: float | Mapping[int, float | None] | None,
+        value: float | Mapping[int, float] | None,
         label: str | None = None,
     ) -> Metric:  # with a sample for each number that is known; `label` tells several apart
         family = kind(name, text, labels=LABELS if label is None else [*LABELS, label])

@@ -18,11 +18,12 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from dflash_serve.deployment import Model
 from dflash_serve.last_run import LastRun
 from dflash_vllm.facts import GUESSED_COSTS, RELEASES
 
 from . import proof
-from .widths import observed, width_policy
+from .widths import observed, trims, width_policy
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class _FollowsLoad:
             other = "WidthScheduler" if is_async else "AsyncWidthScheduler"
             raise ValueError(f"dflash-serve: for this async_scheduling use --scheduler-cls {__name__}.{other}")
         wide = sorted({drafted + 1 for drafted in host.dynamic_sd_lookup[1:] if drafted})
-        self.widths = width_policy(host.num_spec_tokens + 1, wide, _last_run(host.vllm_config))
+        run, trimmed = _last_run(host.vllm_config), trims(host.vllm_config.speculative_config)
+        self.widths = width_policy(host.num_spec_tokens + 1, wide, run, trimmed=trimmed)
         self._has_failed, self._whole_block = False, max(wide, default=1) - 1
         self._context_tokens = 0
         self._begun: float | None = None  # Time of the last result, or of the scheduling after an idle time
@@ -102,5 +104,6 @@ def _last_run(config: Any) -> LastRun:
     model, parallel = config.model_config, config.parallel_config
     conditions = [RELEASES.installed(), current_platform.get_device_name(), str(model.dtype), model.quantization]
     conditions += [parallel.world_size, os.environ.get(GUESSED_COSTS)]
-    conditions += [config.speculative_config.enable_adaptive_verification]  # steps of trimmed blocks are shorter
-    return LastRun(Path(config.speculative_config.model), model.model, json.dumps(conditions))
+    conditions += [trims(config.speculative_config)]  # steps of trimmed blocks are shorter
+    target = Model(model=model.model, revision=model.revision)
+    return LastRun(Path(config.speculative_config.model), target, json.dumps(conditions))

@@ -16,27 +16,39 @@ from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_vllm.facts import GUESSED_COSTS
 
 
+def trims(speculative_config: Any) -> bool:
+    """vLLM verifies an unknown part of each drafted block (adaptive verification)."""
+    return bool(getattr(speculative_config, "enable_adaptive_verification", False))
+
+
 def width_policy(
-    block_size: int, allowed_widths: Sequence[int], run: LastRun, environment: Mapping[str, str] = os.environ
+    block_size: int,
+    allowed_widths: Sequence[int],
+    run: LastRun,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    trimmed: bool = False,
 ) -> WidthPolicy:
     """The policy of a server, from the costs that it was given or from a guess.
 
     Args:
         run: has corrections of the guess, if the last run learnt any.
         environment: has the costs or the guess.
+        trimmed: vLLM trims blocks: what it did not verify counts as rejected here.
 
     Raises:
         UserError: the costs cannot be read.
     """
     cost = given_cost(environment)
     if cost is not None:
-        return KeptWidth(cost, block_size, run, allowed_widths, believed=True)
+        return KeptWidth(cost, block_size, run, allowed_widths, believed=True, trimmed=trimmed)
     try:
         guess = CostModel.model_validate_json(environment.get(GUESSED_COSTS, ""))
     except ValidationError as error:
         where, do = GUESSED_COSTS, "start it by `dflash-serve serve`, or give a cost table"
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
-    return KeptWidth(guess, block_size, run, allowed_widths, learnt=run.costs() or LearntCosts.of_unit(1.0))
+    learnt = run.costs() or LearntCosts.of_unit(1.0)
+    return KeptWidth(guess, block_size, run, allowed_widths, learnt=learnt, trimmed=trimmed)
 
 
 def observed(output: Any, result: Any, seconds: float | None, context_tokens: int) -> Step:

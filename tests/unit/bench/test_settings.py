@@ -13,6 +13,7 @@ import pytest
 
 from dflash_serve.backend import backend, server_backend
 from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
+from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import (
     Cell,
     deployed_variants,
@@ -124,9 +125,12 @@ def test_no_run_of_a_server_takes_a_prompt_that_another_took() -> None:
     assert sorted(taken["off"]) == sorted(taken["auto"]) == list(range(3 * (5 + 8 + 32)))
 
 
-def argv(**more: Any) -> list[str]:
+TOKENIZER = Model(model="/tok")
+
+
+def argv(tokenizer: Model = TOKENIZER, **more: Any) -> list[str]:
     request, dataset = REQUEST.model_copy(update=more), Dataset("p", flags=("--input-file", "p"))
-    return Aiperf(dataset, request, "/tok").argv(Job("http://a", "m", 4, 8, Path("out")))
+    return Aiperf(dataset, request, tokenizer).argv(Job("http://a", "m", 4, 8, Path("out")))
 
 
 def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +147,33 @@ def test_aiperf_is_told_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(longer[longer.index("--extra-inputs") + 1]) == {"temperature": 0.7, "ignore_eos": True}
 
 
+def test_aiperf_takes_the_tokenizer_of_the_commit_that_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    pinned = Model(model="org/model", revision="1" * 40)
+    monkeypatch.setattr(
+        "dflash_serve.bench.runner.read_deployment", lambda _: (Deployment(target=pinned, drafter=None), None)
+    )
+    monkeypatch.setattr("dflash_serve.bench.runner.find_variants", lambda *_: ({"off": "http://a"}, None))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    asked = settings(target=str(target), drafter=str(drafter), dataset=str(tmp_path / "p.jsonl"))
+    assert Bench(asked).aiperf.tokenizer == pinned
+    assert Bench(asked.model_copy(update={"tokenizer": "a/b"})).aiperf.tokenizer == Model(model="a/b")
+    told = dict(pairwise(argv(pinned)))
+    assert (told["--tokenizer"], told["--tokenizer-revision"]) == ("org/model", "1" * 40)
+    assert "--tokenizer-revision" not in argv(Model(model=str(target), revision="target"))
+
+
 def test_a_key_is_never_on_the_command_line_nor_somebody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dflash_serve.bench.aiperf.find_aiperf", lambda: ["aiperf"])
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ours = Aiperf(Dataset("p"), REQUEST, str(tmp_path), api_key="sk-ours")
+    ours = Aiperf(Dataset("p"), REQUEST, Model(model=str(tmp_path)), api_key="sk-ours")
     assert "sk-ours" not in " ".join(ours.argv(Job("http://a", "m", 1, 1, tmp_path)))
     assert ours.environment()["OPENAI_API_KEY"] == "sk-ours"
-    open_door = Aiperf(Dataset("p"), REQUEST, "org/model").environment()
+    open_door = Aiperf(Dataset("p"), REQUEST, Model(model="org/model")).environment()
     assert "OPENAI_API_KEY" not in open_door
     assert open_door["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in ours.environment()  # a folder needs no hub, and aiperf would take it for an id

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve import deployment_checks
 from dflash_serve.catalogue import AUTO, Catalogue
-from dflash_serve.cli import answers, doctor
+from dflash_serve.cli import answers
+from dflash_serve.deployment import Deployment, Model
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
 
@@ -68,17 +70,16 @@ def test_bench_and_plan_take_it_too(
 
 
 def test_doctor_examines_it_at_its_commit(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"target": str(pair[0]), "drafter": AUTO, "quiet": False, "max_tokens": 8}
-    assert doctor._examined_pair(None, given, ()).drafter == str(pair[1])
-    fetched: list[tuple[str, str | None]] = []
+    examined: list[Model | None] = []
 
-    def fetch(name: str, revision: str | None = None) -> Path:
-        fetched.append((name, revision))
-        return pair[1]
+    def examine(deployment: Deployment, *_: object, **__: object) -> None:
+        examined.append(deployment.drafter)
+        raise UserError("seen")
 
-    monkeypatch.setattr(doctor, "drafter_folder", fetch)
-    assert doctor._examined_pair(None, {**given, "target": "a/target"}, ()).drafter == str(pair[1])
-    assert fetched == [("a/other", "0" * 40)]
+    monkeypatch.setattr("dflash_serve.doctor.examiner.examine", examine)
+    for target in (pair[0], "a/target"):
+        assert call(monkeypatch, "doctor", "--target", target, "--drafter", AUTO) == 2
+    assert examined == [Model(model=str(pair[1])), Model(model="a/other", revision="0" * 40)]
 
 
 def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, revision))
         raise UserError("seen")
 
-    monkeypatch.setattr(answers, "read_config", read)
+    monkeypatch.setattr(deployment_checks, "read_config", read)
     given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
     with pytest.raises(UserError, match="seen"):
         answers._with_width(None, given)

@@ -18,27 +18,22 @@ OURS = """# HELP dflash:generation_tokens_total Tokens generated.
 dflash:generation_tokens_total{model_name="tiny"} 160.0
 # TYPE dflash:num_requests_waiting gauge
 dflash:num_requests_waiting{model_name="tiny"} 0.0
-# TYPE dflash:spec_decode_num_drafts_total counter
-dflash:spec_decode_num_drafts_total{model_name="tiny"} 50.0
-# TYPE dflash:spec_decode_num_draft_tokens_total counter
-dflash:spec_decode_num_draft_tokens_total{model_name="tiny"} 130.0
-# TYPE dflash:spec_decode_num_accepted_tokens_total counter
-dflash:spec_decode_num_accepted_tokens_total{model_name="tiny"} 45.0
 # TYPE dflash:spec_decode_acceptance_length gauge
 dflash:spec_decode_acceptance_length{model_name="tiny"} 1.9
-# TYPE dflash:spec_decode_num_accepted_tokens_per_pos_total counter
-dflash:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"} 30.0
-dflash:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 10.0
-dflash:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="2"} 5.0
-dflash:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="3"} 0.0
-# TYPE dflash:spec_decode_survival gauge
-dflash:spec_decode_survival{model_name="tiny",slot="1"} 0.6
-# TYPE dflash:spec_decode_width_total counter
-dflash:spec_decode_width_total{model_name="tiny",width="1"} 148.0
-dflash:spec_decode_width_total{model_name="tiny",width="2"} 10.0
-dflash:spec_decode_width_total{model_name="tiny",width="4"} 40.0
+# TYPE dflash_serve:steps_total counter
+dflash_serve:steps_total{model_name="tiny",width="1"} 148.0
+dflash_serve:steps_total{model_name="tiny",width="2"} 10.0
+dflash_serve:steps_total{model_name="tiny",width="4"} 40.0
+# TYPE dflash_serve:slots_offered_total counter
+dflash_serve:slots_offered_total{model_name="tiny",slot="1"} 50.0
+dflash_serve:slots_offered_total{model_name="tiny",slot="2"} 40.0
+dflash_serve:slots_offered_total{model_name="tiny",slot="3"} 40.0
+# TYPE dflash_serve:slots_accepted_total counter
+dflash_serve:slots_accepted_total{model_name="tiny",slot="1"} 30.0
+dflash_serve:slots_accepted_total{model_name="tiny",slot="2"} 10.0
+dflash_serve:slots_accepted_total{model_name="tiny",slot="3"} 5.0
 """
-"""As a server of ours prints it (dflash-serve 0.1.0), the numbers made to fit together."""
+"""As a server of ours prints it, the numbers made to fit together."""
 
 VLLM = """\
 vllm:spec_decode_num_drafts_total{engine="0",model_name="Qwen/Qwen3-8B"} 60.0
@@ -75,6 +70,15 @@ dflash_serve:slots_offered_total{model_name="m",slot="2"} 50.0
 dflash_serve:slots_accepted_total{model_name="m",slot="1"} 40.0
 dflash_serve:slots_accepted_total{model_name="m",slot="2"} 10.0
 """
+
+TRIMMED = """\
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 700.0
+dflash_serve:steps_total{engine="0",model_name="m",width="1"} 20.0
+dflash_serve:steps_total{engine="0",model_name="m",width="trimmed"} 100.0
+dflash_serve:slots_accepted_total{engine="0",model_name="m",slot="1"} 80.0
+dflash_serve:slots_accepted_total{engine="0",model_name="m",slot="2"} 20.0
+"""
+"""vLLM 0.33 with adaptive verification: 100 blocks of 8, of which it verified unknown parts."""
 
 SCRAPED = """sglang:spec_accept_length{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 1.0
 sglang:spec_num_draft_tokens{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 8.0
@@ -140,7 +144,7 @@ SHORTER = VLLM.replace(
     'draft_tokens_total{engine="1",model_name="Qwen/Qwen3-8B"} 120', 'draft_tokens_total{engine="1"} 40'
 )
 GAUGE = SGLANG.splitlines()[0] + "\n"
-IDLE = "".join(f"dflash:spec_decode_num_{of}_total 0.0\n" for of in ("drafts", "draft_tokens", "accepted_tokens"))
+IDLE = 'dflash:num_requests_waiting{model_name="tiny"} 0.0\ndflash_serve:steps_total{model_name="tiny",width="1"} 7.0\n'
 SCRAPED_ALONE = "".join(line + "\n" for line in SCRAPED.splitlines() if line.startswith("sglang:"))
 READINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     # Slot 1 was in the steps of width 2 too; slot 4 in none.
@@ -154,6 +158,7 @@ READINGS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "SGLang's gauge of zero is unknown": (GAUGE.replace(" 3.5", " 0.0"), ("SGLang", None, None, None, None, [])),
     "our plug-in": (PLUG_IN + SGLANG, ("SGLang with dflash-serve", 50, 100, 50, 2.0, [0.8, 0.2])),
     "our plug-in, on vLLM's page": (PLUG_IN + VLLM, ("vLLM with dflash-serve", 50, 100, 50, 2.0, [0.8, 0.2])),
+    "blocks that vLLM trimmed": (TRIMMED, ("vLLM with dflash-serve", 100, None, 100, 2.0, [])),
     "our plug-in, scraped": (SCRAPED, ("SGLang with dflash-serve", 99, 297, 0, 1.0, [0.0, 0.0, 0.0])),
     "the same without our plug-in": (SCRAPED_ALONE, ("SGLang", 99, 693, 0, 1.0, [])),
     "TensorRT-LLM by position": (TENSORRT_LLM, ("TensorRT-LLM", 30, 80, 30, 2.0, [0.8, 0.2, 0.0])),
@@ -246,15 +251,13 @@ sglang:num_queue_reqs{dp_rank="1",priority="None"} 1.0
     assert (found.running, found.queued) == (5, 5)
 
 
-LATER = (
-    OURS.replace('num_drafts_total{model_name="tiny"} 50', 'num_drafts_total{model_name="tiny"} 60')
-    .replace('draft_tokens_total{model_name="tiny"} 130', 'draft_tokens_total{model_name="tiny"} 160')
-    .replace('accepted_tokens_total{model_name="tiny"} 45', 'accepted_tokens_total{model_name="tiny"} 57')
-    .replace('position="0"} 30', 'position="0"} 38')
-    .replace('position="1"} 10', 'position="1"} 14')
-    .replace('width="4"} 40', 'width="4"} 50')
-)
-RESTARTED = OURS.replace('num_drafts_total{model_name="tiny"} 50', 'num_drafts_total{model_name="tiny"} 1')
+LATER = OURS
+for old, new in {
+    'width="4"} 40': 'width="4"} 50', 'slot="1"} 50': 'slot="1"} 60', 'slot="2"} 40': 'slot="2"} 50',
+    'slot="3"} 40': 'slot="3"} 50', 'slot="1"} 30': 'slot="1"} 38', 'slot="2"} 10': 'slot="2"} 14',
+}.items():  # fmt: skip
+    LATER = LATER.replace(old, new)
+RESTARTED = OURS.replace('width="4"} 40', 'width="4"} 1')
 FIRST = "".join(f"{line.rsplit(' ')[0]} 0.0\n" for line in VLLM.splitlines() if "num_drafts_total{" in line)
 NOTHING_KNOWN: tuple[Any, ...] = ("dflash-serve", None, None, None, None, [])
 SPANS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
@@ -263,7 +266,7 @@ SPANS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "vLLM before its first draft, without slots": (FIRST, VLLM, ("vLLM", 100, 300, 150, 2.5, [0.8, 0.5, 0.2])),
     "vLLM with one end without slots": (SHORTER.replace("60.0", "50.0"), VLLM, ("vLLM", 10, 80, 0, 1.0, [])),
     "a restart": (OURS, RESTARTED, NOTHING_KNOWN),
-    "a slot that went backwards": (OURS, OURS.replace('position="1"} 10', 'position="1"} 9'), NOTHING_KNOWN),
+    "a slot that went backwards": (OURS, OURS.replace('slot="2"} 10', 'slot="2"} 9'), NOTHING_KNOWN),
     "a gauge": (GAUGE, GAUGE, ("SGLang", None, None, None, 3.5, [])),
     "TensorRT-LLM's totals": (TENSORRT_LLM_TOTALS, TENSORRT_LLM_TOTALS, ("TensorRT-LLM", None, 0, 0, 2.5, [])),
     "TensorRT-LLM's iterations are a span": (
@@ -286,6 +289,13 @@ def test_spans_add_up() -> None:
     assert read(LATER).since(read(OURS)).widths == {4: 10}
     gauges = [AcceptanceStatistics.unknown("SGLang", 3.0), AcceptanceStatistics.unknown(None, 2.0)]
     assert known(total(gauges)) == ("SGLang", None, None, None, 2.5, []), "only a mean length is known"
+
+
+def test_live_figures_say_that_blocks_were_trimmed() -> None:
+    later = TRIMMED.replace("100.0", "150.0").replace("80.0", "105.0")
+    before, now = (reading_of(Scrape({"/metrics": text}.get)) for text in (TRIMMED, later))
+    found = LiveFigures.between(before, now)
+    assert (found.trimmed, found.acceptance_length, found.survival, found.widths) == (True, 1.5, [], None)
 
 
 def test_live_figures_are_of_the_time_between_two_readings_and_unknown_after_a_restart() -> None:

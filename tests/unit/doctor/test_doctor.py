@@ -13,9 +13,12 @@ import pytest
 from dflash_serve.cli import doctor
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
+from dflash_serve.deployment import Deployment
 from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
+from dflash_serve.doctor.examiner import examine, examine_apart
 from dflash_serve.errors import UserError
+from dflash_serve.prompts import with_variables
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
@@ -93,10 +96,22 @@ def test_widths_that_change_are_kept_prompt_by_prompt(widths: dict[str, int]) ->
     assert widths_of(each, 8, "x") == (8, tuple(one.widths for one in each))
 
 
+def test_blocks_that_are_trimmed_are_refused_and_not_taken_for_whole_ones() -> None:
+    trimmed = AcceptanceStatistics(100, None, 60, None, [40, 20], None, "vLLM with dflash-serve", trimmed=True)
+    with pytest.raises(UserError, match=r"it trims drafted blocks.*start it with a fixed width"):
+        widths_of([trimmed, trimmed], 8, "x")
+
+
+def test_the_deployments_own_width_is_what_a_server_without_widths_is_held_against() -> None:
+    assert widths_of([AcceptanceStatistics.unknown(reported_length=2.0)], 4, "x") == (4, None)
+    with pytest.raises(UserError, match="it verifies 8 slots a step, more than the deployment's 4"):
+        widths_of([chosen(w8=30)], 4, "x")
+
+
 def test_widths_that_change_unseen_or_are_not_the_drafters_are_refused() -> None:
     with pytest.raises(UserError, match="its width changes from step to step, and it does not report its widths"):
         widths_of([counted(100, 350)], 8, "x")
-    with pytest.raises(UserError, match="it verifies 16 slots a step, more than the drafter's block has"):
+    with pytest.raises(UserError, match="it verifies 16 slots a step, more than the deployment's 8"):
         widths_of([chosen(w16=30)], 8, "x")
 
 
@@ -167,6 +182,23 @@ def test_an_interrupted_examination_goes_on_where_it_stopped(
     assert (tmp_path / "report.json").exists()
 
 
+def test_a_process_of_its_own_examines_the_deployment_with_its_templates_variables(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fields = {"target": {"model": str(pair[0])}, "drafter": {"model": str(pair[1])}, "hardware": {"gpu": "none"}}
+    whole = Deployment.model_validate({**fields, "speculation": {"width": 3}, "serving": {"log_format": "json"}})
+    prompts = [with_variables(prompt, {"enable_thinking": False}) for prompt in PROMPTS[:2]]
+    examine_apart(whole, prompts, tmp_path / "report.json", observed=1.5, max_tokens=8, seconds=600)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["pair"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (report["pair"]["width"], report["pair"]["deployment"]["hardware"]["gpu"]) == (3, "none")
+    assert report["notes"] == ["the reference does without settings of the server alone: serving.log_format"]
+    refused = whole.model_copy(update={"kv_cache": whole.kv_cache.model_copy(update={"dtype": "fp8"})})
+    with pytest.raises(UserError, match=r"kv_cache\.dtype: the embedded backend has no such thing"):
+        examine(refused, prompts, tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()
+
+
 def test_a_pair_alone_is_examined(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +235,7 @@ def test_prompts_for_which_nothing_is_drafted_are_one_line() -> None:
 def test_a_backend_that_cannot_be_given_faults_is_one_line(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dflash_serve.cli.doctor.embedded_backend", lambda: SimpleNamespace(name="torch"))
+    monkeypatch.setattr("dflash_serve.doctor.examiner.embedded_backend", lambda: SimpleNamespace(name="torch"))
     assert call(monkeypatch, "doctor", *given(pair, tmp_path)) == 2
     assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err
 

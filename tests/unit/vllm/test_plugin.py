@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_serve.deployment import COST_TABLE
+from dflash_serve.deployment import COST_TABLE, Model
 from dflash_serve.errors import UserError
 from dflash_serve.last_run import LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
@@ -101,7 +101,7 @@ SLOWER = 4.0
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LastRun:
     """No run before this one."""
     monkeypatch.setattr("dflash_serve.last_run.cache_home", lambda: tmp_path / "cache")
-    return LastRun(tmp_path, "target")
+    return LastRun(tmp_path, Model(model="target"))
 
 
 def guessed(run: LastRun) -> WidthPolicy:
