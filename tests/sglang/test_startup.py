@@ -134,9 +134,8 @@ def test_steps_are_timed_on_entries_that_have_memory(page_size: int, sized_after
     sizes = {"head_num": 2, "head_dim": 4, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
     pool = MHATokenToKVPool(size=512, page_size=page_size, dtype=torch.float32, **sizes)
     pool.post_capture_active = sized_after_capture
-    backed = [
-        desc.prefix_span_bytes(page_size, page_size) for desc in pool._build_kv_buffer_descs()
-    ]  # `KvVmmBufferOwner`
+    descs = pool._build_kv_buffer_descs()
+    backed = [desc.prefix_span_bytes(page_size, page_size) for desc in descs]  # as `KvVmmBufferOwner` does
     table = torch.zeros(4, 64, dtype=torch.int32)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=table),
@@ -147,7 +146,7 @@ def test_steps_are_timed_on_entries_that_have_memory(page_size: int, sized_after
     worker = SimpleNamespace(model_runner=runner, device="cpu", block_size=BLOCK, page_size=page_size)
     with made_up_batch(worker, 4, 32):
         used = table[:, : 32 + 2 * BLOCK].unique()
-        ends = [(int(used.max()) + 1) * desc.row_bytes for desc in pool._build_kv_buffer_descs()]
+        ends = [(int(used.max()) + 1) * desc.row_bytes for desc in descs]
     assert all(end <= span for end, span in zip(ends, backed, strict=True)) is sized_after_capture
     assert (len(used) == 4 * (32 + 2 * BLOCK)) is not sized_after_capture, "else every token has an entry of its own"
     assert not table.any(), "the table is as it was"

@@ -5,8 +5,8 @@ in SGLang's adaptive EAGLE (`build_adaptive_runtime_state`), swapped in for a ve
 memory that SGLang's K/V cache leaves; widths that do not fit are left out.
 
 Costs are those of whole steps with made-up requests. Nothing has been served yet, so the steps may write into any K/V
-entry that has memory. With several ranks the slowest rank's times count. They are the policy's starting point; it follows the times of
-served steps.
+entry that has memory. With several ranks the slowest rank's times count. They are the policy's starting point; it
+follows the times of served steps.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ def timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
 def made_up_batch(worker: Any, requests: int, context: int) -> Iterator[Any]:
     """A `ScheduleBatch` of greedy requests; their contexts are arbitrary entries of the K/V cache.
 
-    Where SGLang sizes its K/V after it has captured its graphs, only the first page has memory by now (`mem_cache/
-    kv_vmm_backing.py`), and all requests share its entries. A token of context then seems cheaper than it is, which the
-    policy corrects by the times of served steps.
+    Where SGLang sizes its K/V after the capture of its graphs (mem_cache/kv_vmm_backing.py), only the first page has
+    memory by now, and all requests share its entries. A token of context then seems cheaper than it is; the policy
+    corrects that by the times of served steps.
     """
     runner = worker.model_runner
     lengths = torch.full((requests,), context, dtype=torch.int64)
