@@ -26,7 +26,7 @@ ROOM = 7
 
 
 @contextmanager
-def prefill_half(settings: dict[str, Any] | None, port: int) -> Iterator[None]:
+def prefill_half(settings: Any, port: int) -> Iterator[None]:
     """Its page of settings, behind a key; None: it has no such page."""
 
     class Page(BaseHTTPRequestHandler):
@@ -132,9 +132,9 @@ def test_a_prefill_half_without_the_drafter_gets_no_request_and_is_named(
     assert half.ready(address), "it is asked once"
 
 
-@pytest.mark.parametrize("settings", [None, {}])
+@pytest.mark.parametrize("settings", [None, {}, []])
 def test_a_prefill_half_that_does_not_tell_is_served_with_a_warning(
-    bootstrap: tuple[str, int], settings: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+    bootstrap: tuple[str, int], settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker of Dynamo's has no such page."""
     address, port = bootstrap

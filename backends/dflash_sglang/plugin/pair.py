@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -67,6 +68,6 @@ def _algorithm(address: str, info: Any, ours: str) -> str | None:
         with build_opener(ProxyHandler({})).open(request, timeout=SECONDS) as page:
             found: str | None = json.load(page)["speculative_algorithm"]
             return found
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:  # no such page, or another one
         logger.warning(UNKNOWN, address, first_line(error))
         return ours
