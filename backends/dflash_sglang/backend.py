@@ -16,7 +16,17 @@ from dflash_serve.server_adapter import DRAFT, SECRETS, DraftForm, ServerAdapter
 from .checks import problems
 from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
-from .launch_plan import DSPARK, REPLAY, WIDTH_VARIABLE, SGLangPlan, dialect_of, head_problems
+from .launch_plan import (
+    BACKUP,
+    DSPARK,
+    HOST_RESERVE,
+    REPLAY,
+    TRANSFER,
+    WIDTH_VARIABLE,
+    SGLangPlan,
+    dialect_of,
+    head_problems,
+)
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
@@ -220,6 +230,9 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         elif plan.algorithm is not None and DRAFT_KERNELS not in plan.given:
             why = f"what serves DFlash on {gpu.name}; SGLang chooses the target's by model"
             yield Choice("the drafter's attention", draft_kernels(gpu), why)
+        if plan.is_half and TRANSFER not in plan.given:
+            why = "SGLang's own, over RDMA; mooncake_tcp needs none, nixl is the other; the same on both halves"
+            yield Choice(f"engine_args.sglang.{TRANSFER}", "mooncake", why)
         if deployment.hardware.dtype == "auto":
             yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
 
@@ -232,6 +245,15 @@ class SGLangBackend(ServerAdapter[SGLangPlan]):
         if plan.whole_blocks_with is not None and plan.deployment.speculation.width == "auto":
             whole = f"whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}"
             yield f"SGLang verifies {whole}: auto changes nothing"
+        if plan.has_host_copy and not plan.given & {"hicache-ratio", "hicache-size"}:
+            copy = (
+                "" if plan.host_copy is None else f", {plan.host_copy / GIB:.0f} GiB for each GPU where there is room"
+            )
+            yield (
+                f"SGLang keeps host memory for the K/V of requests that it retracts{copy}, and ends at start unless "
+                f"{HOST_RESERVE / GIB:.0f} GiB stay free beside it; with engine_args.sglang.{BACKUP}: cpu_tensor it "
+                "keeps none, and retracted requests draft without their context"
+            )
         deltas = plan.target.recurrent and plan.target.shape.model_type.startswith("qwen3")
         if plan.block_size is not None and deltas and REPLAY not in plan.in_effect:
             states = (plan.block_size + 1) * plan.target.state_bytes / plan.deployment.parallel.tensor / GIB

@@ -29,7 +29,7 @@ from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import RELEASES
-from .launch_plan import DSPARK, SGLangPlan
+from .launch_plan import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangPlan
 from .launch_plan import head_problems as drafter_head_problems
 
 WITHOUT_KEYS, TOKENIZERS = ("grpc-mode", "smg-grpc-mode", "grpc-port"), "tokenizer-worker-num"
@@ -55,7 +55,6 @@ CAPTURING = {
 """Architectures whose model in SGLang 0.5.23 hands out hidden states (`set_dflash_layers_to_capture`)."""
 CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "KimiLinearForCausalLM"}
 """Those that do so for DSPARK only (`set_dspark_layers_to_capture`)."""
-KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
 
 
 def problems(plan: SGLangPlan) -> list[Problem]:
@@ -66,7 +65,17 @@ def problems(plan: SGLangPlan) -> list[Problem]:
     if plan.drafter is not None:
         found += check_pairing(plan.drafter, plan.target.shape)
         found += _drafter_problems(plan, plan.drafter)
-    for problems_of in (_devices, _experts, _unsupported, _heads, _precision, _lengths, memory_problems, _arguments):
+    for problems_of in (
+        _devices,
+        _half,
+        _experts,
+        _unsupported,
+        _heads,
+        _precision,
+        _lengths,
+        memory_problems,
+        _arguments,
+    ):
         found += problems_of(plan)
     return found
 
@@ -131,9 +140,6 @@ def _devices(plan: SGLangPlan) -> Iterator[Problem]:
         by = "ranks of data-parallel attention" if parallel.attention_data else "copies of the model"
         what = f"{limits.max_batch_size} requests cannot be shared evenly by {shares} {by}"
         yield Problem(what, "limits.max_batch_size", f"use a multiple of {shares}")
-    if plan.is_half and "max_queued_requests" in limits.model_fields_set:
-        what = f"role {plan.deployment.role}: SGLang has no limit of its queue there"
-        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your router")
     if parallel.data > 1 and parallel.nodes > 1:
         what = "SGLang keeps its copies of the model on one node"
         yield Problem(what, "parallel.data", "set it to 1, and take replicas: `dflash-serve deploy`")
@@ -149,6 +155,28 @@ def _devices(plan: SGLangPlan) -> Iterator[Problem]:
     if hardware.gpu == "none":
         what = "SGLang's DFlash runs on GPUs (CUDA) only"
         yield Problem(what, "hardware.gpu", "use the torch backend on a CPU")
+
+
+def _half(plan: SGLangPlan) -> Iterator[Problem]:
+    """Settings of one half of a disaggregated pair that SGLang ignores, or that spoil the other half's work."""
+    deployment, role = plan.deployment, plan.deployment.role
+    if not plan.is_half:
+        return
+    if "max_queued_requests" in deployment.limits.model_fields_set:
+        what = f"role {role}: SGLang has no limit of its queue there"
+        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your router")
+    if plan.in_effect.get(TRANSFER) == "fake":
+        yield Problem(f"role {role}: fake transfers no K/V", f"engine_args.sglang.{TRANSFER}", "name another backend")
+    # The decode half drafts with what the prefill half stores of the prompt; SGLang says nothing where that is missing.
+    width, method = deployment.speculation.width, plan.in_effect.get("speculative-algorithm")
+    if role == "prefill" and plan.checkpoint is None and method is None:
+        lost = "beside it a decode half drafts without the prompt, and accepts less"
+        if deployment.drafter is not None:
+            do = "set it as on the decode half; where that does not draft either, leave the drafter out"
+            yield Problem(f"with width {width} a prefill half loads no drafter: {lost}", "speculation.width", do)
+        elif width not in ("off", 1):
+            do = "name the decode half's; where that does not draft either, set speculation.width to off"
+            yield Problem(f"a prefill half without one: {lost}", "drafter", do)
 
 
 def _experts(plan: SGLangPlan) -> Iterator[Problem]:
@@ -183,8 +211,13 @@ def _block_reuse(plan: SGLangPlan) -> Iterator[Problem]:
     if asked and without is not None:
         yield Problem(f"SGLang keeps no prefixes with {without}", where, "leave one of them out")
     elif asked and plan.deployment.role == "decode" and not keeps:
-        do = f"leave it out, or give --{KEEP_ON_DECODE}, which SGLang calls experimental"
+        do = "leave it out"
+        if plan.algorithm != DFLASH:
+            do += f", or give --{KEEP_ON_DECODE}, which SGLang calls experimental"
         yield Problem("SGLang's decode servers keep no prefixes", where, do)
+    elif keeps and plan.deployment.role == "decode" and plan.algorithm == DFLASH:
+        what = "SGLang's decode servers keep no prefixes with DFLASH"  # arg_groups/speculative_hook.py
+        yield Problem(what, f"engine_args.sglang.{KEEP_ON_DECODE}", "leave it out, or serve without a drafter")
     elif asked is False and plan.deployment.role == "decode" and keeps:
         yield Problem(f"SGLang keeps prefixes with --{KEEP_ON_DECODE}", where, "leave one of them out")
 

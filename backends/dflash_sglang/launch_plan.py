@@ -27,6 +27,16 @@ ANY_WIDTH = ("qwen3", "nemotron_h")
 RUNTIME_BYTES = 3 * GIB  # CUDA context, NCCL, workspaces
 GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a prefill
 WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
+TRANSFER = "disaggregation-transfer-backend"  # SGLang's flag: the way of K/V from one half of a pair to the other
+BACKUP = "disaggregation-decode-retraction-backup"  # SGLang's flag: the place of a retracted request's K/V
+KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
+OFFLOAD = "disaggregation-decode-enable-offload-kvcache"  # SGLang's flag
+COPIED = 0.2
+"""Share of a decode half's K/V that SGLang copies, at least one request's (mem_cache/kv_cache_builder.py)."""
+HOST_RESERVE = 10 * GIB
+"""Host memory that SGLang leaves free beside that copy (mem_cache/pool_host/base.py)."""
+OF_FREE_HOST = 0.8 * 0.95
+"""Share of the other free host memory that the copy may take (mem_cache/hicache_auto_size.py)."""
 
 
 def dialect_of(heads: Heads) -> str:
@@ -135,6 +145,29 @@ class SGLangPlan(LaunchPlan):
     def is_half(self) -> bool:
         """One half of a disaggregated pair."""
         return self.deployment.role != "whole"
+
+    @property
+    def has_host_copy(self) -> bool:
+        """SGLang reserves host memory at start for the K/V of requests that it retracts.
+
+        It does so on decode halves, but for these exceptions (`resolve_decode_retraction_backup` of
+        mem_cache/kv_cache_builder.py).
+        """
+        given = self.in_effect
+        preempts = "enable-priority-scheduling" in given and "disable-priority-preemption" not in given
+        others = KEEP_ON_DECODE in given or OFFLOAD in given
+        by_default = not (self.target.latent or self.target.recurrent or preempts or others)
+        chosen = given.get(BACKUP, "host_pool" if by_default else "cpu_tensor")
+        return self.deployment.role == "decode" and chosen == "host_pool"
+
+    @property
+    def host_copy(self) -> int | None:
+        """Bytes of host memory for one device's copy, beside `HOST_RESERVE`; None = no copy, or no GPU is named."""
+        memory = self.memory
+        if memory is None or not self.has_host_copy or not memory.tokens:
+            return None
+        longest = self.deployment.limits.max_model_len or self.target.shape.max_position_embeddings or 0
+        return round(max(COPIED, min(1.0, longest / memory.tokens)) * memory.pool / OF_FREE_HOST)
 
     @property
     def running_bytes(self) -> int:

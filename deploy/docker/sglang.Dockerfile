@@ -4,7 +4,7 @@
 #   docker buildx build -f deploy/docker/sglang.Dockerfile --build-arg BASE=lmsysorg/sglang@sha256:... -t dflash-serve-sglang:0.2.0 .
 #
 # BASE   an image with SGLang 0.5.23, by digest; there is no default, so that every build is pinned.
-#        For a Dynamo worker: nvcr.io/nvidia/ai-dynamo/sglang-runtime@sha256:...
+# DYNAMO a release of ai-dynamo (1.6.1) for a graph of NVIDIA Dynamo; its own image has an older SGLang.
 ARG BASE
 
 FROM ${BASE} AS build
@@ -46,6 +46,16 @@ RUN if [ -n "$AIPERF" ]; then \
       python3 -m pip install --no-cache-dir --disable-pip-version-check --target /opt/aiperf "$AIPERF" && \
       printf '#!/bin/sh\nPYTHONPATH=/opt/aiperf exec python3 -m aiperf "$@"\n' > /usr/local/bin/aiperf && \
       chmod 755 /usr/local/bin/aiperf; \
+    fi
+# Without the engine that ai-dynamo asks for; these are what its frontend and its SGLang worker import beside it.
+ARG DYNAMO=
+# hadolint ignore=DL3013
+RUN if [ -n "$DYNAMO" ]; then \
+      python3 -m pip list --format=freeze --exclude-editable > /tmp/there.txt && \
+      export PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 && \
+      python3 -m pip install --no-deps "ai-dynamo==$DYNAMO" "ai-dynamo-runtime==$DYNAMO" && \
+      python3 -m pip install --constraint /tmp/there.txt "kubernetes>=32.0.1,<33" "redis>=6.2,<9" "blake3>=1,<2" && \
+      rm /tmp/there.txt; \
     fi
 # 0 makes /health shallow: a server with a full batch is not restarted.
 ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 \

@@ -164,6 +164,8 @@ def test_a_target_runs_on_the_kernels_that_it_needs(
         {"kv_cache": {"dtype": "nvfp4"}},
         {"speculation": {"draft_window": 4}},
         {"parallel": {"nodes": 3}},
+        {"role": "decode", "engine_args": {"sglang": {"disaggregation-decode-enable-radix-cache": True}}},
+        {"role": "prefill", "engine_args": {"sglang": {"disaggregation-transfer-backend": "fake"}}},
     ],
 )
 def test_what_sglang_refuses_we_refuse_first(

@@ -21,6 +21,7 @@ PLUGIN = Path(dflash_sglang.plugin.__file__).parent
 TREES = {path.stem: ast.parse(path.read_text()) for path in PLUGIN.glob("*.py")}
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 HOOKED = [value for value in vars(dflash_sglang.plugin).values() if str(value).startswith("sglang.")]
+READ = ("sglang.srt.mem_cache.memory_pool.KVCache.post_capture_active",)  # attributes of objects that it hands out
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 PLAN = "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"
@@ -94,7 +95,7 @@ def _sglang() -> None:
     pytest.importorskip("sglang")
 
 
-@pytest.mark.parametrize("path", [*sorted(imported().values()), *HOOKED, *METHODS])
+@pytest.mark.parametrize("path", [*sorted(imported().values()), *HOOKED, *METHODS, *READ])
 def test_the_installed_sglang_has_it(path: str) -> None:
     assert pkgutil.resolve_name(path) is not None
 

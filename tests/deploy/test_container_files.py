@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,6 +103,22 @@ def test_it_runs_sets_and_asks_what_the_pod_does(name: str) -> None:
     installs = [value for instruction, value in parsed(name) if instruction == "RUN" and "install" in value]
     assert any("prove]" in value for value in installs)
     assert ("ARG", "AIPERF=") in parsed(name)  # with which an image has what the chart's `certify` needs
+
+
+def test_dynamo_joins_sglangs_image_without_an_engine_of_its_own(tmp_path: Path) -> None:
+    """ai-dynamo asks for another SGLang than ours; what it is installed beside stays as it is."""
+    assert ("ARG", "DYNAMO=") in parsed("sglang")
+    (step,) = [value for value in last_stage("sglang")["RUN"] if "DYNAMO" in value]
+    pip = tmp_path / "python3"
+    pip.write_text(f'#!/bin/sh\necho "$@" | tee -a {tmp_path}/calls\n')
+    pip.chmod(0o755)
+    for release, calls in (("", 0), ("1.6.1", 3)):
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DYNAMO": release}
+        subprocess.run(["sh", "-c", step], env=env, check=True, capture_output=True)
+        called = (tmp_path / "calls").read_text().splitlines() if calls else []
+        assert len(called) == calls
+    assert called[1] == "-m pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1"
+    assert called[2].startswith("-m pip install --constraint /tmp/there.txt kubernetes>=32.0.1,<33 ")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def test_dynamo_gets_the_engines_own_words_but_those_for_listening(
     for flag in ("--host", "--port"):
         del wanted[wanted.index(flag) : wanted.index(flag) + 2]
     (container,) = worker()["containers"]
-    assert container["args"] == [*wanted, "--served-model-name", "Qwen/Qwen3-8B"]
+    assert container["args"][:-2] == [*wanted, "--served-model-name", "Qwen/Qwen3-8B"]
+    assert container["args"][-2] == "--kv-events-config"  # for Dynamo's router; tests/sglang/test_dynamo.py parses it
     told = [f"{name}={value}" for name, value in variables(container).items()]
     assert [word for word in words[:start] if word.startswith("DFLASH_SERVE") and word not in told] == []
     (preparing,) = worker()["initContainers"]

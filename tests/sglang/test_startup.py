@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_sglang.plugin.ranks import Ranks
 
@@ -119,6 +120,36 @@ def test_a_width_that_fails_is_left_out_and_leaves_everything_as_it_was(worker: 
     assert list(build_states(worker, NARROW, ALONE)) == [1, 2]
     assert worker.model_runner.init_new_workspace is False
     assert worker.model_runner.settings.speculative_num_draft_tokens == BLOCK
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("sized_after_capture", [False, True])
+def test_steps_are_timed_on_entries_that_have_memory(page_size: int, sized_after_capture: bool) -> None:
+    """SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: until graphs are captured, memory lies behind the first page alone."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from dflash_sglang.plugin.startup import made_up_batch
+
+    sizes = {"head_num": 2, "head_dim": 4, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
+    pool = MHATokenToKVPool(size=512, page_size=page_size, dtype=torch.float32, **sizes)
+    pool.post_capture_active = sized_after_capture
+    descs = pool._build_kv_buffer_descs()
+    backed = [desc.prefix_span_bytes(page_size, page_size) for desc in descs]  # as `KvVmmBufferOwner` does
+    table = torch.zeros(4, 64, dtype=torch.int32)
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=pool,
+        max_total_num_tokens=512,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+    )
+    worker = SimpleNamespace(model_runner=runner, device="cpu", block_size=BLOCK, page_size=page_size)
+    with made_up_batch(worker, 4, 32):
+        used = table[:, : 32 + 2 * BLOCK].unique()
+        ends = [(int(used.max()) + 1) * desc.row_bytes for desc in descs]
+    assert all(end <= span for end, span in zip(ends, backed, strict=True)) is sized_after_capture
+    assert (len(used) == 4 * (32 + 2 * BLOCK)) is not sized_after_capture, "else every token has an entry of its own"
+    assert not table.any(), "the table is as it was"
 
 
 def test_steps_become_costs_of_rows_of_drafts_and_of_context() -> None:

@@ -21,6 +21,7 @@ from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import FACTS, RELEASES
 from dflash_sglang.launch_plan import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
 
+from .pair import beside_its_drafter
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ RESULT = (
 )
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
+PREFILL_HALVES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info"
 MAMBA = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch.selective_state_update"
 TARGET_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
@@ -123,7 +125,7 @@ def before_worker(create: Callable[..., type], algorithm: Any, server_args: Any)
             return theirs
         if algorithm.is_dflash():
             return ours(theirs, server_args)
-        _apply({QUEUE: guarded})
+        _apply({QUEUE: guarded, PREFILL_HALVES: beside_its_drafter})
         return theirs
     except Exception:
         logger.exception("dflash-serve steps aside: its worker could not be prepared, SGLang's own runs")
@@ -151,6 +153,7 @@ def ours(theirs: type, server_args: Any) -> type:
             LOAD_WEIGHTS: strict,
             RESULT: RESULTS.on_result,
             QUEUE: guarded,
+            PREFILL_HALVES: beside_its_drafter,
             TARGET_PROBS: with_min_p,
             BUILD_WORKER: built,
         }

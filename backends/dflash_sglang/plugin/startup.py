@@ -5,8 +5,8 @@ in SGLang's adaptive EAGLE (`build_adaptive_runtime_state`), swapped in for a ve
 memory that SGLang's K/V cache leaves; widths that do not fit are left out.
 
 Costs are those of whole steps with made-up requests. Nothing has been served yet, so the steps may write into any K/V
-entry. With several ranks the slowest rank's times count. They are the policy's starting point; it follows the times of
-served steps.
+entry that has memory. With several ranks the slowest rank's times count. They are the policy's starting point; it
+follows the times of served steps.
 """
 
 from __future__ import annotations
@@ -182,13 +182,22 @@ def timed(worker: Any, job: Job, run: RunStep, ranks: Ranks) -> float:
 
 @contextmanager
 def made_up_batch(worker: Any, requests: int, context: int) -> Iterator[Any]:
-    """A `ScheduleBatch` of greedy requests; their contexts are arbitrary entries of the K/V cache."""
+    """A `ScheduleBatch` of greedy requests; their contexts are arbitrary entries of the K/V cache.
+
+    Where SGLang sizes its K/V after the capture of its graphs (mem_cache/kv_vmm_backing.py), only the first page has
+    memory by now, and all requests share its entries. A token of context then seems cheaper than it is; the policy
+    corrects that by the times of served steps.
+    """
     runner = worker.model_runner
     lengths = torch.full((requests,), context, dtype=torch.int64)
     rows = torch.arange(requests, dtype=torch.int64, device=worker.device)
     table = runner.req_to_token_pool.req_to_token
     extent = context + 2 * int(worker.block_size)
-    entries = torch.arange(requests * extent, device=table.device) % int(runner.max_total_num_tokens) + 1
+    entries = torch.arange(requests * extent, device=table.device)
+    if runner.token_to_kv_pool.post_capture_active:
+        entries %= int(worker.page_size)
+    else:
+        entries = entries % int(runner.max_total_num_tokens) + 1
     saved = table[:requests, :extent].clone()
     table[:requests, :extent] = entries.view(requests, extent).to(table.dtype)
     anchors, on_device = torch.ones_like(rows), lengths.to(worker.device)

@@ -73,7 +73,19 @@ def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
         ({"kv_cache": {"dtype": "nvfp4"}, **devices(1, "h200")}, "h200 has no FP4"),
         ({"kv_cache": {"memory_fraction": 0.5}}, "kv_cache.memory_fraction: a share of the memory is asked for"),
         ({"kv_cache": {"block_reuse": True}, "role": "decode"}, "SGLang's decode servers keep no prefixes"),
-        ({"kv_cache": {"block_reuse": False}, "role": "decode", **KEEPING}, "keeps prefixes with --disaggregation"),
+        (
+            {"kv_cache": {"block_reuse": False}, "role": "decode", "drafter": None, **KEEPING},
+            "keeps prefixes with --disaggregation",
+        ),
+        ({"role": "decode", **KEEPING}, "SGLang's decode servers keep no prefixes with DFLASH; leave it out"),
+        ({"kv_cache": {"block_reuse": True}, "role": "decode", **KEEPING}, "keep no prefixes with DFLASH"),
+        ({"role": "decode", **given(**{"disaggregation-transfer-backend": "fake"})}, "fake transfers no K/V"),
+        (
+            {"role": "prefill", "speculation": {"width": "off"}},
+            "speculation.width: with width off a prefill half loads no drafter: beside it a decode half drafts without",
+        ),
+        ({"role": "prefill", "speculation": {"width": 1}}, "with width 1 a prefill half loads no drafter"),
+        ({"role": "prefill", "drafter": None}, "drafter: a prefill half without one: beside it a decode half drafts"),
         ({"kv_cache": {"block_reuse": True}, **given("enable-mis")}, "SGLang keeps no prefixes with --enable-mis"),
         ({"limits": {"max_queued_requests": 9}, "role": "prefill"}, "SGLang has no limit of its queue there"),
         ({"limits": {"max_batch_size": 10}, **devices(4, data=4)}, "10 requests cannot be shared evenly by 4 copies"),
@@ -231,8 +243,12 @@ def test_with_lora_the_plug_in_is_asked_for_whole_blocks_and_agrees(
     assert width_problems(arguments) == []
 
 
-def test_prefixes_are_kept_on_a_decode_server_where_sglang_is_told_to(fields: dict[str, Any]) -> None:
-    told = command(fields, kv_cache={"block_reuse": True}, role="decode", **KEEPING)
+@pytest.mark.parametrize("drafter", [None, "vanilla Markov"])
+def test_prefixes_are_kept_on_a_decode_server_where_sglang_is_told_to(
+    fields: dict[str, Any], tmp_path: Path, drafter: str | None
+) -> None:
+    half = {**fields, "drafter": None} if drafter is None else headed(fields, tmp_path, drafter)
+    told = command(half, kv_cache={"block_reuse": True}, role="decode", **KEEPING)
     assert " --disaggregation-decode-enable-radix-cache " in told
     assert "--disable-radix-cache" not in told
 
@@ -254,6 +270,28 @@ def test_a_smaller_block_and_half_of_a_pair_are_told(fields: dict[str, Any]) -> 
     told = command(fields, role="decode", speculation={"block_size": 4})
     for words in ("--disaggregation-mode decode", "--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"):
         assert f" {words} " in told
+
+
+def test_a_prefill_half_runs_what_the_decode_half_runs(fields: dict[str, Any]) -> None:
+    """Both store K/V of the drafter. A pair without one says so; one with a method of SGLang's names that."""
+    assert " --disaggregation-mode prefill " in command(fields, role="prefill")
+    assert " --speculative-algorithm DFLASH " in command(fields, role="prefill")
+    alone = {**fields, "drafter": None}
+    assert "--speculative" not in command(alone, role="prefill", speculation={"width": "off"})
+    eagle = given(**{"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "/x"})
+    assert " --speculative-algorithm EAGLE3 " in command(alone, role="prefill", **eagle)
+
+
+@pytest.mark.parametrize("role", ["whole", "prefill", "decode"])
+def test_the_way_of_the_kv_is_told_where_it_is_left_to_sglang(fields: dict[str, Any], role: str) -> None:
+    key, way = (
+        "engine_args.sglang.disaggregation-transfer-backend",
+        given(**{"disaggregation-transfer-backend": "nixl"}),
+    )
+    for more, is_told in (({}, role != "whole"), (way, False)):
+        choices = BACKEND.preview(deployed(fields, role=role, **more), Path("/prepared")).choices
+        assert [(one.key, one.value) for one in choices if one.key == key] == [(key, "mooncake")] * is_told
+    assert " --disaggregation-transfer-backend nixl " in command(fields, role=role, **way)
 
 
 def test_a_draft_never_inherits_the_targets_quantisation(fields: dict[str, Any]) -> None:

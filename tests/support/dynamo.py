@@ -1,0 +1,61 @@
+"""Dynamo's own Python, of which the parsers of its SGLang worker and of its frontend are asked.
+
+A wheel of Dynamo asks for engines and for packages that are not on PyPI, so it is unpacked and not installed: 79 MB are
+fetched once. Run as a script beside SGLang, it parses a worker's command line and the frontend's environment, and
+prints what both became as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.support.pinned_wheels import PinnedWheel, kept
+
+ROOT = Path(__file__).parents[2]
+DYNAMO = PinnedWheel("ai-dynamo", "1.6.1", "83f768730104cbbc84029bf436025706632735173933adbb650b99c746517b70")
+RUNTIME = PinnedWheel(
+    "ai-dynamo-runtime",
+    DYNAMO.version,
+    "3683cafe88ededdff29c9ae6f651367eac33153487ff84e205082483cd6b3095",
+    platform="manylinux_2_28_x86_64",
+)
+
+
+def dynamo_folders() -> tuple[Path, Path]:
+    """The two folders that are one package, fetched if they are not there yet."""
+    first, second = (kept(f"{wheel.package}-{wheel.version}", wheel, _unpack) for wheel in (DYNAMO, RUNTIME))
+    return first, second
+
+
+def _unpack(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(folder)
+
+
+def _parsed(words: list[str]) -> dict[str, object]:
+    from argparse import ArgumentParser
+
+    from dynamo.frontend.frontend_args import FrontendArgGroup, FrontendConfig
+    from dynamo.sglang.args import parse_args
+
+    config = asyncio.run(parse_args(words))
+    server, worker = config.server_args, config.dynamo_args
+    parser = ArgumentParser()
+    FrontendArgGroup().add_arguments(parser)
+    frontend = FrontendConfig.from_cli_args(parser.parse_args([]))
+    frontend.validate()
+    taken = {name: getattr(server, name, None) for name in json.loads(os.environ["ASKED"])}
+    return {
+        "server": taken,
+        "worker": {"use_kv_events": worker.use_kv_events, "mode": config.serving_mode.value},
+        "frontend": {"router_mode": str(frontend.router_mode), "migration_limit": frontend.migration_limit},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_parsed(sys.argv[1:])))
