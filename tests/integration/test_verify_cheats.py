@@ -23,7 +23,7 @@ from tests.support.serving import running
 
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
 MESSAGES = [[{"role": "user", "content": text}] for text in PROMPTS]
-PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, dtype="float32")
+PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, long_tokens=192, dtype="float32")
 
 
 class Servers(NamedTuple):
@@ -49,7 +49,7 @@ class Servers(NamedTuple):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folders = sharp_pair(tmp_path_factory.mktemp("sharp"))
+    folders = sharp_pair(tmp_path_factory.mktemp("sharp"), positions=640)  # room for long prompts
     greedy = SamplingParams(temperature=0, max_tokens=40)
     engine = guessing_engine(folders, likely_tokens(folders, [(prompt, greedy) for prompt in MESSAGES]))
     cheating = CheatingServer(engine)
