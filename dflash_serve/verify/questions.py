@@ -153,7 +153,8 @@ SETTINGS = (
     Case("top-p in top-k", SamplingParams(temperature=1.5, top_k=20, top_p=0.4), needs=(TOP_K.name,)),
     Case("top-k in top-p", SamplingParams(temperature=2, top_k=2, top_p=0.95), needs=(TOP_K.name,)),
     Case("all filters", SamplingParams(temperature=2, top_k=50, top_p=0.95, min_p=0.5), needs=(TOP_K.name, MIN_P.name)),
-    Case("penalties", PENALTIES.params, needs=(PENALTIES.name,)),
+    # Mild and alone, so that tokens of the prompt still come: a language model's best logits are near 20.
+    Case("repetition penalty", SamplingParams(temperature=1, repetition_penalty=1.1), needs=(PENALTIES.name,)),
     Case("logit_bias", BIASED.params, needs=(BIASED.name,)),
     Case("JSON schema", JSON.params, more=JSON.more, needs=(JSON.name,)),
 )

@@ -9,10 +9,11 @@ features, a mean over its tokens each:
 | early, late | the ranks of the first choice's tokens up to the eighth, and after it |
 | second | the ranks of the second choice's tokens |
 | repeated | 1 for a token that is in the prompt or earlier in its choice, else 0 |
+| scored | 1 if every token has its log-probabilities, else 0 |
 
 A rank is the number of reported best tokens that are more probable than the drawn one (`rules.Answer.ranks`).
 Temperature and filters do not change ranks, so it does not matter if an engine reports log-probabilities with them or
-without. Penalties do change them: answers with penalties have the last feature alone.
+without. Penalties do change them: no log-probabilities are asked for with penalties.
 
 The questions are counted in groups: every case, situation and setting (`questions.CELLS`) by itself, all together, and
 the streamed ones of each setting and of all. With d the difference of a feature in a question's answers, a group has
@@ -57,7 +58,9 @@ def features(answer: Answer, prompt: Sequence[Piece]) -> Iterator[tuple[str, flo
     """The features of an answer; one without tokens of a kind has fewer."""
     each = max(1, len(answer.pieces) // answer.choices)
     choices = [answer.pieces[begin : begin + each] for begin in range(0, len(answer.pieces), each)]
-    if answer.ranks is not None and len(answer.ranks) == len(answer.pieces):
+    scored = answer.ranks is not None and len(answer.ranks) == len(answer.pieces)
+    yield "scored", float(scored)
+    if answer.ranks is not None and scored:
         first, second = answer.ranks[:each], answer.ranks[each:]
         for name, ranks in (("early", first[:EARLY]), ("late", first[EARLY:]), ("second", second)):
             if ranks:
