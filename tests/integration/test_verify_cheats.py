@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from io import StringIO
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import Connection
@@ -14,7 +16,7 @@ from dflash_serve.common.store import Store
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import CONTINUED, VerifyPlan
-from dflash_serve.verify.report import FaultKind, Findings
+from dflash_serve.verify.report import FaultKind, Findings, report_of, show
 from dflash_serve.verify.subjects import ServerSubject, SubjectPair
 from dflash_serve.verify.verification import Verification
 from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer
@@ -88,6 +90,16 @@ def test_a_cheating_server_is_not_lossless(servers: Servers, name: str) -> None:
     assert fault is None or fault in found.faults
 
 
-def test_seeds_that_were_not_promised_stand_in_the_verdict(servers: Servers) -> None:
-    servers.cheating.begin(CHEATS["seeds ignored"][0])
-    assert servers.verify().headline.endswith("not tested: seed (kept without speculation only)")
+@pytest.mark.parametrize("name", ["seeds ignored", "seeds ignored in streams"])
+def test_seeds_that_were_not_promised_stand_in_the_verdict_as_changed_and_not_as_untested(
+    servers: Servers, name: str
+) -> None:
+    servers.cheating.begin(CHEATS[name][0])
+    found = servers.verify()
+    changed = "6 of 6 seeded answers changed when repeated with speculation, and not without"
+    assert found.headline.startswith(f"lossless: greedy and sampled; {changed}")
+    console = Console(record=True, width=200, file=StringIO())
+    show(report_of(PLAN, {}, found), console)
+    told = console.export_text()
+    assert changed in told
+    assert "broken" not in told

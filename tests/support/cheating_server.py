@@ -373,7 +373,7 @@ CHEATS: Mapping[str, tuple[Cheat, FaultKind | None]] = {
     "wrong under load": (wrong_under_load, FaultKind.LOAD),
     "wrong after a reused prefix": (wrong_after_a_prefix, FaultKind.LOAD),
     "seeds ignored": (fresh_seeds, FaultKind.SEEDS),
-    "one of seven seeds for all": (seeds_in_turns, FaultKind.DISTRIBUTION),
+    "one of seven seeds for all": (seeds_in_turns, None),
     "text differs from the tokens": (edits(_says_more), FaultKind.TEXT),
     "streamed text lacks a character": (edits(_streams_less, lambda body: bool(body.get("stream"))), FaultKind.TEXT),
     "stop gives an empty text": (stops_at_once, FaultKind.FIELD),

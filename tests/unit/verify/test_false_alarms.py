@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.client.endpoint import Reply
+from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
@@ -26,6 +27,8 @@ from dflash_serve.verify import verification
 from dflash_serve.verify.questions import (
     FEW_PROMPTS,
     FIRST_SEED,
+    MIXED,
+    PAIRS,
     SAMPLED,
     SEEDS_A_CASE,
     WITH,
@@ -47,8 +50,7 @@ Pools = dict[tuple[str, str], Tensor]
 
 def drawn(case: Case, width: int, count: int, first_seed: int) -> Tensor:
     """`count` answers of TOKENS tokens, [count, TOKENS]: verified blocks of `width`, 1 = plain sampling."""
-    generator = torch.Generator().manual_seed(5)
-    table = torch.randn(VOCABULARY, VOCABULARY, generator=generator) * 2
+    table = bigrams()
     batch = SamplingBatch.of([case.params] * count, VOCABULARY)
     tokens = torch.full((count, 1 + TOKENS + width), -1)
     tokens[:, 0] = 0  # the prompt
@@ -78,13 +80,16 @@ class Pool:
         for index, question in enumerate(questions):
             if question.more or question.params.seed in range(FEW_PROMPTS):
                 raise RefusedError("only a server takes it", where="pool", status=400)
-            yield index, Reply("", token_ids=(1, 2) if question.params.greedy else self._sampled(question))
+            yield index, Reply("", token_ids=(1, 2)) if question.params.greedy else self._sampled(question)
 
-    def _sampled(self, question: Question) -> tuple[int, ...]:
+    def _sampled(self, question: Question) -> Reply:
         assert question.params.seed is not None
         number, sample = divmod(question.params.seed - FIRST_SEED[self.name], SEEDS_A_CASE)
-        pool = self.pools[self.name, SAMPLED[number].name]
-        return tuple(pool[self.run * SAMPLES + sample].tolist())
+        case = (*SAMPLED, *MIXED)[number]
+        mixed = number >= len(SAMPLED)
+        answer = self.pools[self.name, case.name][self.run * (PAIRS if mixed else SAMPLES) + sample // (1 + mixed)]
+        tokens = tuple(answer.tolist())
+        return Reply("", tokens, scored(tokens) if mixed and question.params.logprobs else None)
 
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics(1, 3, 2)
@@ -96,13 +101,30 @@ class Pool:
         return False
 
 
+def bigrams() -> Tensor:
+    """Logits by the last token."""
+    return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
+
+
+SCORES = bigrams().log_softmax(-1).tolist()
+
+
+def scored(tokens: Sequence[int]) -> tuple[ScoredToken, ...]:
+    """The tokens with the log-probabilities of the best ones."""
+    each = [(SCORES[before], token) for before, token in pairwise((0, *tokens))]
+    tops = [sorted(((str(n), value) for n, value in enumerate(row)), key=lambda one: -one[1])[:5] for row, _ in each]
+    return tuple(ScoredToken(str(t), row[t], tuple(top)) for (row, t), top in zip(each, tops, strict=True))
+
+
 @pytest.fixture(scope="module")
 def pools() -> Pools:
-    count = RUNS * SAMPLES
+    """The answers of all runs: those of each sampled case, and of the cases of `MIXED` that an engine takes."""
+    taken = [case for case in MIXED if not case.more]
     return {
-        (name, case.name): drawn(case, width, count, number * 10**6)
+        (name, case.name): drawn(case, width, RUNS * count, number * 10**6)
         for number, (name, width) in enumerate([(WITHOUT, 1), (WITH, WIDTH)])
-        for case in SAMPLED
+        for cases, count in ((SAMPLED, SAMPLES), (taken, PAIRS))
+        for case in cases
     }
 
 
