@@ -28,7 +28,7 @@ from dflash_serve.verify.questions import (
     FEW_PROMPTS,
     FIRST_SEED,
     MIXED,
-    PAIRS,
+    PENALISED_PAIRS,
     SAMPLED,
     SEEDS_A_CASE,
     WITH,
@@ -87,7 +87,9 @@ class Pool:
         number, sample = divmod(question.params.seed - FIRST_SEED[self.name], SEEDS_A_CASE)
         case = (*SAMPLED, *MIXED)[number]
         mixed = number >= len(SAMPLED)
-        answer = self.pools[self.name, case.name][self.run * (PAIRS if mixed else SAMPLES) + sample // (1 + mixed)]
+        answer = self.pools[self.name, case.name][
+            self.run * (PENALISED_PAIRS if mixed else SAMPLES) + sample // (1 + mixed)
+        ]
         tokens = tuple(answer.tolist())
         return Reply("", tokens, scored(tokens) if mixed and question.params.logprobs else None)
 
@@ -123,7 +125,7 @@ def pools() -> Pools:
     return {
         (name, case.name): drawn(case, width, RUNS * count, number * 10**6)
         for number, (name, width) in enumerate([(WITHOUT, 1), (WITH, WIDTH)])
-        for cases, count in ((SAMPLED, SAMPLES), (taken, PAIRS))
+        for cases, count in ((SAMPLED, SAMPLES), (taken, PENALISED_PAIRS))
         for case in cases
     }
 
