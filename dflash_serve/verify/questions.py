@@ -321,11 +321,11 @@ def _sampled(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str,
 def _mixed_questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, told: Told) -> list[Question]:
     # answers to several prompts in a situation
     (situation, setting), chosen = CELLS[case.name], prompts[: plan.prompts][:FEW_PROMPTS]
-    if situation == TURN:
-        chosen = _second_turns(chosen, told.known)
-    elif situation == LONG_CHOICES:
+    if situation == LONG_CHOICES:
         length = min(MIXED_PROMPT, told.context - LONG_ROOM)
         chosen = [_long_prompt(told.known, length, first) for first in range(min(RULED, len(told.known)))]
+    else:  # with a stop string, too: in a first turn few tokens are there that a penalty could count
+        chosen = _second_turns(chosen, told.known)
     more: dict[str, Any] = {"stop": (NEVER,)} if situation == STOPPABLE else {}
     if setting == "logit_bias":
         more |= _bias(told.known) or {"logit_bias": {}}

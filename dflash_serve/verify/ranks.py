@@ -42,7 +42,7 @@ from dflash_serve.verify.tokens import Piece
 NAME = "mixed situations"
 EARLY = 8  # Tokens after which a draw counts as late
 BATCH = 1024  # Exchanges that are drawn at once
-Floats = NDArray[np.float64]
+Floats = NDArray[np.float32]
 
 
 def compare_mixed(asked: Sequence[Asked], rate: float) -> DistributionComparison:
@@ -78,15 +78,15 @@ def exchange_p_value(table: Floats, rate: float, seed: int = 0) -> tuple[float, 
     Args:
         table: differences of the features of both answers, [questions, columns]; 0 where a column does not count one.
     """
-    norms = np.sqrt((table**2).sum(0))
+    norms = np.sqrt((table**2).sum(0))  # exchanging answers does not change them
     if not norms.any():
         return 1.0, 0
     scaled = table / np.where(norms > 0, norms, 1)
     found = np.abs(scaled.sum(0))
-    observed, random = found.max() * (1 - 1e-9), np.random.default_rng(seed)
+    observed, random = found.max() * (1 - 1e-5), np.random.default_rng(seed)  # float32 must not tell equal sums apart
     drawn, as_large, most = 0, 0, ceil(2 / rate)
     while drawn < most and as_large < ENOUGH:
-        signs = random.choice((-1.0, 1.0), (min(BATCH, most - drawn), len(scaled)))
+        signs = 2 * random.integers(0, 2, (min(BATCH, most - drawn), len(scaled)), np.int8).astype(np.float32) - 1
         as_large += int((np.abs(signs @ scaled).max(1) >= observed).sum())
         drawn += len(signs)
     return (1 + as_large) / (1 + drawn), int(found.argmax())
@@ -106,7 +106,7 @@ def _table(asked: Sequence[Asked]) -> tuple[list[str], Floats]:
         for name in plain.keys() & other.keys():
             for group in groups:
                 columns[group, name][row] = other[name] - plain[name]
-    table = np.zeros((len(asked), len(columns)))
+    table = np.zeros((len(asked), len(columns)), np.float32)
     for number, values in enumerate(columns.values()):
         table[list(values), number] = list(values.values())
     return [group for group, _ in columns], table

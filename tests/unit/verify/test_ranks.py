@@ -17,7 +17,7 @@ TOKENS = 12
 
 
 def test_p_is_the_share_of_all_exchanges_whose_largest_z_is_as_large() -> None:
-    table = np.random.default_rng(1).normal(0.4, 1, (8, 3))
+    table = np.random.default_rng(1).normal(0.4, 1, (8, 3)).astype(np.float32)
     norms = np.sqrt((table**2).sum(0))
     every = [np.abs(np.array(signs) @ table / norms).max() for signs in product((-1, 1), repeat=8)]
     exact = np.mean(np.array(every) >= every[-1] - 1e-9)
@@ -26,7 +26,7 @@ def test_p_is_the_share_of_all_exchanges_whose_largest_z_is_as_large() -> None:
 
 
 def test_what_never_differs_has_p_1() -> None:
-    assert exchange_p_value(np.zeros((8, 3)), RATE)[0] == 1.0
+    assert exchange_p_value(np.zeros((8, 3), np.float32), RATE)[0] == 1.0
 
 
 def test_ranks_are_split_by_place_and_choice() -> None:
