@@ -79,7 +79,7 @@ class ToyModel:
 
     def _answer(self, prompt: list[int], body: Body, seed: int | None) -> tuple[list[int], list[Floats], str]:
         random = np.random.default_rng(seed)  # of the operating system without a seed
-        draws: Floats = random.random(body["max_tokens"])
+        draws: Floats = random.random((body["max_tokens"],))
         context = list(prompt)
         total, scores, least = sum(prompt), list[Floats](), body.get("min_tokens", 0)
         ends = {*body.get("stop_token_ids", ()), *(() if body.get("ignore_eos") else (END,))}
