@@ -144,7 +144,7 @@ SAMPLED = (
 )
 PENALTIES, TOP_K, MIN_P, BIASED, JSON, CHOSEN = SAMPLED[3:]
 BASE = 4  # The first sampled cases. Those after them show a field that is ignored, at once.
-MIXED_TOKENS = 12
+MIXED_TOKENS, PENALISED_TOKENS = 12, 24  # The longer an answer, the more of its tokens a penalty can count
 TURN, LONG_CHOICES, STOPPABLE = "second turn", "long prompt, n 2", "stop string"
 SITUATIONS: Mapping[str, Mapping[str, Any]] = {TURN: {}, LONG_CHOICES: {"n": 2}, STOPPABLE: {}}
 """Situations of requests, with the fields that they need; every second question is streamed besides."""
@@ -169,7 +169,8 @@ def _mixed(setting: Case, situation: str) -> Case:
         changes["logprobs"] = 5
     params = setting.params.model_copy(update=changes)
     needs = (*setting.needs, *((CHOSEN.name,) if "n" in more else ()))
-    return Case(f"{situation}, {setting.name}", params, MIXED_TOKENS, {**setting.more, **more}, needs)
+    tokens = PENALISED_TOKENS if params.penalised else MIXED_TOKENS
+    return Case(f"{situation}, {setting.name}", params, tokens, {**setting.more, **more}, needs)
 
 
 CELLS = {f"{situation}, {setting.name}": (situation, setting.name) for situation in SITUATIONS for setting in SETTINGS}
@@ -333,7 +334,7 @@ def _mixed_questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, si
     first = FIRST_SEED[side] + (len(SAMPLED) + MIXED.index(case)) * SEEDS_A_CASE
     count = RULED if setting in RULES_ALONE else PENALISED_PAIRS if case.params.penalised else PAIRS
     asked = zip(range(count), cycle(chosen), strict=False)
-    return [_question(case, prompt, MIXED_TOKENS, first + 2 * n, **more) for n, prompt in asked]
+    return [_question(case, prompt, PENALISED_TOKENS, first + 2 * n, **more) for n, prompt in asked]
 
 
 def prompt_index(plan: VerifyPlan, case: Case) -> int:
