@@ -320,12 +320,14 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # the completion that the events of a streamed answer make together
     if not events:
         raise ValueError
-    message = dict.fromkeys((*REASONING, "content"), "")
-    choice: dict[str, Any] = {"message": message, "logprobs": {}}
+    choices = dict[int, dict[str, Any]]()
     usage = None
     for event in events:
         usage = event.get("usage") or usage
         for part in event["choices"]:
+            empty = {"message": dict.fromkeys((*REASONING, "content"), ""), "logprobs": {}}
+            choice = choices.setdefault(part.get("index") or 0, empty)
+            message = choice["message"]
             delta = part["delta"] if "delta" in part else {"content": part["text"]}
             for name in message:
                 message[name] += delta.get(name) or ""
@@ -334,7 +336,7 @@ def _joined(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for name, entries in (part.get("logprobs") or {}).items():
                 choice["logprobs"][name] = [*choice["logprobs"].get(name, ()), *(entries or ())]
             choice["finish_reason"] = part.get("finish_reason") or choice.get("finish_reason")
-    return {"choices": [choice], "usage": usage}
+    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
 
 
 def _reply(body: Mapping[str, Any]) -> Reply:

@@ -43,7 +43,8 @@ class DistributionComparison(Frozen):
     """Both sides' answers to one sampled case, compared as draws from a distribution."""
 
     case: str
-    prompt: int  # From 1 on, in the order of the prompt set
+    prompt: int | None = None  # From 1 on, in the order of the prompt set; None = several
+    where: str | None = None  # The group of several prompts' answers that differs most (`ranks`)
     samples: int  # On each side
     p_value: float | None = None
     differs: bool = False

@@ -8,8 +8,9 @@
 | sampled answers otherwise, greedy ones being right | wrong distribution | the rule of acceptance or the residual is wrong |
 | sampled answers, but only with penalties | penalties | as above |
 | only answers of the same seed, where `same_seeds` demands them | seeds | no difference of distributions was seen, but a seed does not give the same tokens |
-| only short answers under load | wrong under load | answers depend on other requests, or on the prefix that a prompt shares with earlier ones |
+| only short answers under load or second turns | wrong under load | answers depend on other requests, or on the prefix that a prompt shares with earlier ones |
 | only long answers | wrong in long answers | an answer goes wrong beyond a length |
+| only answers to long prompts | wrong after long prompts | a prompt is read wrongly beyond a length |
 | a rule on fields of the request (`rules`), its greedy or its sampled answers alone | request field | a field of the request is ignored |
 | text, usage or streamed answers, the tokens being right | text | text, usage or events differ from the tokens |
 | log-probabilities, the tokens being right | log-probabilities | those of other tokens or of another model are reported |
@@ -39,6 +40,7 @@ from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import (
     BASE,
     BIASED,
+    CHOICES,
     CONTINUED,
     EXACT,
     FEWEST,
@@ -49,10 +51,15 @@ from dflash_serve.verify.questions import (
     MIN_TOKENS,
     OPTIONAL,
     PENALISED,
+    PROMPTS,
     SAMPLED,
+    SETTINGS,
+    STOP,
     STREAMED,
+    TURNS,
     VerifyPlan,
 )
+from dflash_serve.verify.ranks import NAME as MIXED
 from dflash_serve.verify.rules import SEED, RuleCheck
 from dflash_serve.verify.subjects import Description
 from dflash_serve.verify.tokens import Kind, TokenComparison
@@ -78,6 +85,7 @@ class FaultKind(StrEnum):
     SEEDS = "seeds"
     LOAD = "wrong under load"
     LONG = "wrong in long answers"
+    PROMPTS = "wrong after long prompts"
     FIELD = "request field"
     TEXT = "text"
     LOGPROBS = "log-probabilities"
@@ -91,6 +99,10 @@ EXACT_FAULTS = {
     STREAMED.name: FaultKind.TEXT,
     LOGPROBS.name: FaultKind.LOGPROBS,
     MIN_TOKENS.name: FaultKind.FIELD,
+    STOP.name: FaultKind.FIELD,
+    CHOICES.name: FaultKind.FIELD,
+    TURNS.name: FaultKind.LOAD,
+    PROMPTS.name: FaultKind.PROMPTS,
 }
 RULE_FAULTS = {
     "text": FaultKind.TEXT,
@@ -116,6 +128,7 @@ class Findings(Frozen):
     exact: tuple[TokenComparison, ...] = ()  # Further greedy cases: under load, long, streamed, ...
     rules: tuple[RuleCheck, ...] = ()
     scope: tuple[str, ...] = ()  # What the settings left out, and what the engine does not take, with its reason
+    notes: tuple[str, ...] = ()  # Differences that are no fault, because engines do not promise otherwise
     accepted: float | None  # Drafted tokens that were accepted meanwhile; None = unknown
     acceptance_length: float | None
 
@@ -126,7 +139,7 @@ class Findings(Frozen):
             return f"{self.verdict}: {'; '.join(f'{fault} ({place})' for fault, place in self.faults.items())}"
         tested = ": greedy and sampled" if self.sampled else ": greedy"
         untested = f"; not tested: {', '.join(self.scope)}" if self.scope else ""
-        return f"{self.verdict}{tested if self.verdict == 'lossless' else ''}{untested}"
+        return "; ".join([f"{self.verdict}{tested if self.verdict == 'lossless' else ''}{untested}", *self.notes])
 
 
 class VerifyReport(Frozen):
@@ -187,6 +200,7 @@ def conclude(
         exact=exact,
         rules=rules,
         scope=(*scope, *_untested(greedy, exact, rules)),
+        notes=tuple(_notes(rules)),
         accepted=acceptance.accepted,
         acceptance_length=acceptance.acceptance_length,
     )
@@ -207,13 +221,16 @@ def _untested(
     greedy: tuple[TokenComparison, ...], exact: tuple[TokenComparison, ...], rules: tuple[RuleCheck, ...]
 ) -> Iterator[str]:
     yield from (f"{one.rule} (not kept without speculation)" for one in rules if not one.honoured)
-    # Most engines promise no seed at every width: `same_seeds` makes it a fault.
-    yield from (
-        f"{SEED} (kept without speculation only)" for one in rules if one.rule == SEED and one.honoured and one.broken
-    )
     for case, compared in _cut_short(greedy, exact):
         if case.case in MAY_BE_SHORT:
             yield f"{case.case} beyond {compared}"
+
+
+def _notes(rules: tuple[RuleCheck, ...]) -> Iterator[str]:
+    for one in rules:
+        if one.rule == SEED and one.honoured and one.broken:  # most engines promise no seed at every width
+            changed = f"{one.broken} of {one.answers} seeded answers changed when repeated with speculation"
+            yield f"{changed}, and not without (--same-seeds makes it a fault)"
 
 
 def _faults(
@@ -230,15 +247,20 @@ def _faults(
     broken_rules = [one for one in rules if one.honoured and one.broken and one.rule != SEED]
     # Where logit_bias is kept, a shift among the tokens that it leaves is one of the distribution.
     biased = {BIASED.name} - {BIASED.name for one in broken_rules if one.rule == "logit_bias"}
-    shifted = {one.case: f"{one.case}, prompt {one.prompt}" for one in sampled if one.differs}
+    places = {one.case: one.where if one.prompt is None else f"prompt {one.prompt}" for one in sampled}
+    shifted = {one.case: f"{one.case}, {places[one.case]}" for one in sampled if one.differs}
     plainly = [one for one in sampled if one.differs and one.case in PLAINLY_SAMPLED | biased]
+    mixed = next((one.where or "" for one in sampled if one.differs and one.case == MIXED), None)
     found = list[tuple[FaultKind, str]]()
     if plainly:
         kind = FaultKind.GREEDY_SAMPLING if any(map(_turned_greedy, plainly)) else FaultKind.DISTRIBUTION
         found.append((kind, shifted[plainly[0].case]))
     else:
         kinds = {True: FaultKind.PENALTIES, False: FaultKind.FIELD}
-        found += [(kinds[case in PENALISED], place) for case, place in shifted.items()]
+        found += [(kinds[case in PENALISED], place) for case, place in shifted.items() if case != MIXED]
+        if mixed is not None:
+            penalised = any(one.name in mixed for one in SETTINGS if one.params.penalised)
+            found.append((FaultKind.PENALTIES if penalised else FaultKind.DISTRIBUTION, shifted[MIXED]))
     found += [(FaultKind.PENALTIES, _place(one, "fault")) for one in broken]
     found += [(EXACT_FAULTS[one.case], _place(one, "fault")) for one in exact if one.of_kind("fault")]
     found += [(RULE_FAULTS.get(one.rule, FaultKind.FIELD), f"{one.rule}: {one.example}") for one in broken_rules]
@@ -323,7 +345,7 @@ def show(report: VerifyReport, console: Console) -> None:
             soft_wrap=True,
         )
     for rule in found.rules:
-        if rule.honoured and rule.broken:
+        if rule.honoured and rule.broken and rule.rule != SEED:
             told = f"{rule.rule}: broken {rule.broken} of {rule.answers} times, first in {rule.example}"
             console.print(escape(told), soft_wrap=True)
     if found.acceptance_length is not None:
@@ -353,6 +375,7 @@ def _distributions(found: Findings) -> Table:
             table.add_row(one.case, "0", "", "refused")
             continue
         visible = "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
+        visible = "" if one.prompt is None else visible
         outcome = ("[red]differs[/red]", "") if one.differs else ("no difference seen", visible)
         table.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
     return table

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.settings import Frozen
-from dflash_serve.verify.questions import SCHEMA, Question
+from dflash_serve.verify.questions import SCHEMA, STOP, Case, Question
 from dflash_serve.verify.tokens import Piece
 
 SEED = "seed"
+CHOICE = "\\0"  # Between the texts of several choices
 LOGPROBS_OFF = 0.05
 """Share of log-probabilities that may differ by more than rounding does. Those of another model nearly all differ."""
 
@@ -56,19 +57,22 @@ class Answer(NamedTuple):
     logprobs: list[float] | None = None  # One for each piece, where the request asks for them
     prompt_ids: list[int] | None = None  # Token ids of the prompt, where the server tells them
     reasoning: str = ""  # Text before the answer's, where the server has a reasoning parser
+    ranks: list[int] | None = None
+    """For each piece, the number of reported best tokens that are more probable, where the request asks for them."""
 
     @classmethod
     def of(cls, reply: Reply) -> Answer:
         choices = reply.choices or (reply,)
         return cls(
             list(reply.pieces),
-            "\\0".join(choice.text for choice in choices),
+            CHOICE.join(choice.text for choice in choices),
             reply.completion_tokens,
             reply.finish_reason,
             len(choices),
             None if reply.logprobs is None else [one.logprob for one in reply.logprobs],
             None if reply.prompt_ids is None else list(reply.prompt_ids),
-            "\\0".join(choice.reasoning for choice in choices),
+            CHOICE.join(choice.reasoning for choice in choices),
+            _ranks(choices),
         )
 
     @property
@@ -77,6 +81,11 @@ class Answer(NamedTuple):
         each = len(self.pieces) // self.choices
         alike = all(self.pieces[n] == self.pieces[n % each] for n in range(len(self.pieces))) if each else True
         return [int(alike), *self.pieces] if self.choices > 1 else self.pieces
+
+
+def _ranks(choices: Sequence[Reply]) -> list[int] | None:
+    scored = [token for choice in choices for token in choice.logprobs or ()]
+    return [sum(value > one.logprob for _, value in one.top) for one in scored] or None
 
 
 class Asked(NamedTuple):
@@ -104,6 +113,8 @@ def check_rules(asked: Iterable[Asked], unit: str, noise: float) -> tuple[RuleCh
         results = list(kept(one.question, one.other, unit))
         if facts and unit != "characters" and not one.question.params.stop:
             results.append(("text", _facts(one.other) in facts))
+        elif one.question.params.stop and unit != "characters" and (keeps := _stopped_alike(one)) is not None:
+            results.append(("text", keeps))
         for rule, keeps in results:
             counts[rule] += 1
             broken[rule] += not keeps
@@ -135,15 +146,45 @@ def kept(question: Question, answer: Answer, unit: str) -> Iterator[tuple[str, b
     if choices > 1:
         yield "n", answer.choices == choices
     if "response_format" in more:
-        yield "response_format", _is_of_schema(answer)
+        yield "response_format", all(_is_of_schema(text, answer.finish_reason) for text in answer.text.split(CHOICE))
 
 
-def _is_of_schema(answer: Answer) -> bool:
+def comparable(case: Case, plain: Answer, other: Answer) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of both answers that must be equal.
+
+    Engines differ in the tokens that they list about a stop string. All are compared that both sides list, and the end
+    of the other side's, if it comes earlier than the plain side's and their texts differ.
+    """
+    if case is not STOP:
+        return plain.pieces, other.pieces
+    common = min(len(plain.pieces), len(other.pieces))
+    early = len(other.pieces) < len(plain.pieces) and _text(plain) != _text(other)
+    return plain.pieces[: common + early], other.pieces[:common]
+
+
+def _stopped_alike(one: Asked) -> bool | None:
+    # True if greedy answers end with the same text at their stop string; None: their tokens may part before it
+    plain, other = one.plain, one.other
+    common = min(len(plain.pieces), len(other.pieces))
+    if not one.question.params.greedy or plain.pieces[:common] != other.pieces[:common]:
+        return None
+    if _text(plain) != _text(other):
+        return None if len(other.pieces) < len(plain.pieces) else False
+    # Some engines look at the length before they look for stop strings, and a block may bring both at once.
+    full = one.question.params.max_tokens in (len(plain.pieces), len(other.pieces))
+    return full or plain.finish_reason == other.finish_reason
+
+
+def _text(answer: Answer) -> tuple[str, str]:
+    return answer.reasoning, answer.text
+
+
+def _is_of_schema(text: str, finish_reason: str | None) -> bool:
     # an answer that was cut off must begin as an object does
-    if answer.finish_reason == "length":
-        return answer.text.lstrip()[:1] in ("", "{")
+    if finish_reason == "length":
+        return text.lstrip()[:1] in ("", "{")
     with suppress(ValueError):
-        value: Any = json.loads(answer.text)
+        value: Any = json.loads(text)
         (name, allowed), *_ = SCHEMA["properties"].items()
         return isinstance(value, dict) and list(value) == [name] and value[name] in allowed["enum"]
     return False
@@ -159,7 +200,8 @@ def _facts(answer: Answer) -> object:
 
 def _check_logprobs(asked: Sequence[Asked], noise: float) -> Iterator[RuleCheck]:
     total, off, example = 0, 0, None
-    wanted = [one for one in asked if one.question.params.logprobs is not None]
+    # Engines differ in whether temperature and filters are in what they report of sampled answers.
+    wanted = [one for one in asked if one.question.params.logprobs is not None and one.question.params.greedy]
     for one in wanted:
         plain, other = one.plain, one.other
         values = plain.logprobs or (), other.logprobs or ()

@@ -23,28 +23,36 @@ from dflash_serve.speculation.params import MAX_LOGIT_BIAS, SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import (
+    AS_ASKED,
+    AS_IDS,
     CONTINUABLE,
     CONTINUED,
     GREEDY,
     LONG,
+    MIXED,
+    NONE,
     OPTIONAL,
     PENALISED,
     REPEATED,
     SAMPLED,
     SEEDED,
+    STOP,
     STREAMED,
     STRIDE,
+    TURNS,
     WITH,
     WITHOUT,
     Case,
     Known,
     Question,
+    Told,
     VerifyPlan,
     prompt_index,
     questions,
 )
+from dflash_serve.verify.ranks import compare_mixed
 from dflash_serve.verify.report import Findings, conclude
-from dflash_serve.verify.rules import SEED, Answer, Asked, RuleCheck, check_rules
+from dflash_serve.verify.rules import SEED, Answer, Asked, RuleCheck, check_rules, comparable
 from dflash_serve.verify.subjects import Subject, SubjectPair
 from dflash_serve.verify.tokens import (
     NOT_PENALISED,
@@ -58,7 +66,8 @@ from dflash_serve.verify.tokens import (
 )
 
 UNIT, ACCEPTANCE = "unit", "acceptance"  # Names in the store beside the answers: the unit of their pieces, and counts
-CHAT_STREAMS = "chat streams ids"  # Name in the store; false: streamed questions are completions of token ids
+STREAMS = "streams"  # Begins names in the store: the form of a case's streamed prompts
+FORMS = (AS_ASKED, AS_IDS, NONE)
 PROBE = SamplingParams(temperature=0, max_tokens=32)  # An answer long enough for a speculating server to draft
 FAILURES = (429, 500, 502, 503, 504)  # Status codes of a server that takes such requests, and fails to answer one
 CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
@@ -90,6 +99,7 @@ class Verification:
         self.refused: dict[str, str] = {}  # case -> the server's reason; asked again by a resumed run
         self.failed = set[str]()  # refused cases that the plain side answered, and the other one failed to
         self.asked_with = 0  # answers that the speculating side gave in this run
+        self._made = dict[tuple[str, ...], list[Question]]()  # questions by side, case and form of streams
 
     def run(self) -> Findings:
         """Asks, compares and comes to a verdict.
@@ -102,8 +112,9 @@ class Verification:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
             if wrong := plain.wrong_penalties():
                 self.refused |= {case.name: wrong for case in self.plan.cases if case.name in PENALISED}
-            self._ask(plain, WITHOUT, first)
-            self._ask(plain, WITHOUT, [case for case in self.plan.cases if case not in first])
+            made_from = (STREAMED, TURNS)  # other questions take their streams and their prompts' token ids from these
+            for cases in (first, made_from, [case for case in self.plan.cases if case not in (*first, *made_from)]):
+                self._ask(plain, WITHOUT, cases)
             is_plain = self._refuse_drafts(plain)
         with self.pair.speculating() as speculating:
             self._ask(speculating, WITH, self.plan.cases)
@@ -118,7 +129,7 @@ class Verification:
         unit = str(self.store.get(UNIT, "nothing"))
         return conclude(
             tuple(self._tokens(case) for case in self.plan.greedy_cases),
-            tuple(self._distributions(case) for case in self.plan.sampled_cases),
+            (*(self._distributions(case) for case in self.plan.sampled_cases), *self._mixed()),
             self._tokens(SEEDED) if self.plan.same_seeds else None,
             acceptance,
             exact=tuple(self._exact()),
@@ -129,9 +140,14 @@ class Verification:
             scope=(
                 *self.plan.left_out,
                 *unasked,
-                *(f"{name} ({self.refused[name]})" for name in optional if name in self.refused.keys() - self.failed),
+                *(f"{name} ({self.refused[name]})" for name in optional if name in self._refusals()),
             ),
         )
+
+    def _refusals(self) -> set[str]:
+        # a refused case of `MIXED` tells nothing new if one that it needs is refused, too
+        told = {case.name for case in MIXED if any(one in self.refused for one in case.needs)}
+        return self.refused.keys() - self.failed - told
 
     def _refuse_drafts(self, plain: Subject, probe: Question | None = None) -> bool:
         # True if the plain side is known to be plain; if it speculates, errors of both sides would not be seen
@@ -148,11 +164,31 @@ class Verification:
         return self.pair.context() or CONTEXT
 
     def _questions(self, side: str, case: Case) -> list[Question]:
-        (greedy, *_), context = self.plan.greedy_cases, self.context
-        known = [] if case in GREEDY or greedy.name in self.refused else self._answers(WITHOUT, greedy)
-        in_chat = self.store.get(CHAT_STREAMS, True)
-        answers = [Known(one.reasoning + one.text, one.pieces, None if in_chat else one.prompt_ids) for one in known]
-        return questions(self.plan, self.prompts, case, side, answers, context)
+        key = side, case.name, self._form(case)
+        if key not in self._made:
+            self._made[key] = questions(self.plan, self.prompts, case, side, self._told(case))
+        return self._made[key]
+
+    def _form(self, case: Case) -> str:
+        # the form of a case's streamed prompts: that of `STREAMED`, unless the plain side refused it
+        name = f"{STREAMS}/{case.name}"
+        return str(self.store.get(name) or self.store.get(f"{STREAMS}/{STREAMED.name}") or AS_ASKED)
+
+    def _told(self, case: Case) -> Told:
+        # facts from the plain side's answers, as far as the case needs them
+        greedy = self.plan.greedy_cases[0]
+        if case in GREEDY:
+            return Told()
+        known, prompt_ids = list[Known](), dict[str, list[int]]()
+        for one in (greedy, TURNS) if case not in (STREAMED, TURNS) else (greedy,):
+            if one.name in self.refused:
+                continue
+            answers = self._answers(WITHOUT, one)
+            asked = zip(self._questions(WITHOUT, one), answers, strict=True)
+            prompt_ids |= {repr(question.prompt): list(a.prompt_ids) for question, a in asked if a.prompt_ids}
+            if one is greedy:
+                known = [Known(a.reasoning + a.text, a.pieces, a.prompt_ids) for a in answers]
+        return Told(known, prompt_ids, self.context, self._form(case))
 
     def _ask(self, subject: Subject, side: str, cases: Sequence[Case]) -> None:
         """Asks what is not answered. A refusal ends its case.
@@ -162,30 +198,49 @@ class Verification:
         """
         todo = list[tuple[Case, list[Wanted]]]()
         for case in cases:
-            asked = self._questions(side, case)
-            missing = [(case, n, one) for n, one in enumerate(asked) if _key(side, case, n) not in self.store]
-            self.progress(f"{side} speculation, {case.name}", len(asked) - len(missing))
-            if not asked:
+            missing = self._missing(side, case)
+            self.progress(f"{side} speculation, {case.name}", len(self._questions(side, case)) - len(missing))
+            if why := next((self.refused[name] for name in case.needs if name in self.refused), None):
+                self.refused.setdefault(case.name, why)
+            elif not self._questions(side, case):
                 self.refused.setdefault(case.name, "its questions need token ids and greedy answers")
             if missing and case.name not in self.refused:
-                self._try(subject, side, case, missing[0][2])
-            if case is STREAMED and case.name in self.refused and side == WITHOUT and missing:
-                # SGLang 0.5.23 streams token ids in completions only
-                del self.refused[case.name]
-                self.store.put(CHAT_STREAMS, False)
-                asked = self._questions(side, case)
-                missing = [(case, n, one) for n, one in enumerate(asked)]
-                self._try(subject, side, case, asked[0])
+                self._try(subject, side, case)
             if case.name not in self.refused:
-                todo.append((case, [*missing]))
+                todo.append((case, self._missing(side, case)))
         # The long answers begin first, the others of a case are spread over the whole run.
         ranked = [(n / len(each) if case is not LONG else 0, one) for case, each in todo for n, one in enumerate(each)]
         if not self._answer(subject, side, [one for _, one in sorted(ranked, key=itemgetter(0))]):
             for case, each in todo:  # one was refused, and nothing says which
                 self._answer(subject, side, [one for one in each if _key(side, case, one[1]) not in self.store])
 
-    def _try(self, subject: Subject, side: str, case: Case, question: Question) -> None:
-        """Asks for a short answer; a refusal ends the case."""
+    def _missing(self, side: str, case: Case) -> list[Wanted]:
+        asked = enumerate(self._questions(side, case))
+        return [(case, n, one) for n, one in asked if _key(side, case, n) not in self.store]
+
+    def _try(self, subject: Subject, side: str, case: Case) -> None:
+        """Asks for a short answer, and for a streamed one. A refusal ends the case.
+
+        Streams that the plain side refuses are asked in another form, and at last not at all.
+        """
+        whole = next((one for one in self._questions(side, case) if "stream" not in one.more), None)
+        if whole is not None:
+            self._ask_short(subject, side, case, whole)
+        if whole is not None and case.name in self.refused:
+            return
+        for form in FORMS[FORMS.index(self._form(case)) :]:
+            if form != self._form(case):
+                self.store.put(f"{STREAMS}/{case.name}", form)
+            streamed = next((one for one in self._questions(side, case) if "stream" in one.more), None)
+            if streamed is None:
+                self.refused.pop(case.name, None)
+                return
+            self.refused.pop(case.name, None)
+            self._ask_short(subject, side, case, streamed)
+            if case.name not in self.refused or side == WITH:
+                return
+
+    def _ask_short(self, subject: Subject, side: str, case: Case, question: Question) -> None:
         short = question.params.model_copy(update={"max_tokens": max(1, case.params.min_tokens)})
         self._answer(subject, side, [(case, None, question._replace(params=short))])
 
@@ -197,6 +252,8 @@ class Verification:
                 case, index, question = wanted[number]
                 if index is None and case in OPTIONAL and reply.pieces and reply.unit != self.store.get(UNIT):
                     self.refused[case.name] = f"{side} speculation, its answers have {reply.unit}"
+                elif index is None and case in MIXED and case.params.logprobs and reply.logprobs is None:
+                    self.refused[case.name] = f"{side} speculation, its answers have no log-probabilities"
                 elif reply.pieces:
                     self._check_unit(side, reply.unit)
                 if index is None:
@@ -232,10 +289,10 @@ class Verification:
     def _answers(self, side: str, case: Case) -> list[Answer]:
         return [Answer(*self.store[_key(side, case, n)]) for n in range(len(self._questions(side, case)))]
 
-    def _asked(self) -> Iterator[Asked]:
-        # everything that both sides answered
-        for case in self.plan.cases:
-            if case.name in self.refused:
+    def _asked(self, cases: Sequence[Case] = ()) -> Iterator[Asked]:
+        # what both sides answered: everything, or these cases
+        for case in cases or self.plan.cases:
+            if case.name in self.refused or case not in self.plan.cases:
                 continue
             each = self._questions(WITH, case), self._answers(WITHOUT, case), self._answers(WITH, case)
             for index, (question, plain, other) in enumerate(zip(*each, strict=True), start=1):
@@ -259,13 +316,13 @@ class Verification:
 
         plain, other = (self._answers(side, case) for side in (WITHOUT, WITH))
         return [
-            AnswerPair(mine.pieces, theirs.pieces, score(WITHOUT, index), score(WITH, index))
+            AnswerPair(*comparable(case, mine, theirs), score(WITHOUT, index), score(WITH, index))
             for index, (mine, theirs) in enumerate(zip(plain, other, strict=True))
         ]
 
     def _distributions(self, case: Case) -> DistributionComparison:
         """Both sides' sampled answers to a case, compared as draws from a distribution."""
-        prompt, samples, rate = prompt_index(case, len(self.prompts)) + 1, self.plan.samples_of(case), self.plan.rate
+        prompt, samples, rate = prompt_index(self.plan, case) + 1, self.plan.samples_of(case), self.plan.rate
         if why := self.refused.get(case.name):
             return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
         plain, other = ([one.drawn for one in self._answers(side, case)] for side in (WITHOUT, WITH))
@@ -280,6 +337,12 @@ class Verification:
             repeats_without=repeats(plain),
             repeats_with=repeats(other),
         )
+
+    def _mixed(self) -> Iterator[DistributionComparison]:
+        """All cases of `MIXED` that were not refused, compared at once."""
+        asked = list(self._asked(MIXED))
+        if asked:
+            yield compare_mixed(asked, self.plan.rate)
 
     def _parted(self) -> Iterator[Place]:
         # (greedy case, prompt, first differing position) of all answers that differ
@@ -313,12 +376,13 @@ class Verification:
         """The question for the token at a position."""
         prompt, params, _ = self._questions(WITHOUT, case)[index]
         answer, before = self._answers(WITHOUT, case)[index], None
-        ids, agreed = self._prompt_ids(prompt, answer), _token_ids(answer.pieces[:position])
-        changes = dict[str, object]()
+        begin = position - position % (len(answer.pieces) // answer.choices) if answer.choices > 1 else 0
+        ids, agreed = self._prompt_ids(prompt, answer), _token_ids(answer.pieces[begin:position])
+        changes: dict[str, object] = {"stop": ()}  # what a stop string would have ended is scored, too
         if ids is not None and agreed is not None:
             before, prompt = answer.pieces[:position], [*ids, *agreed]
             if params.penalised:  # penalties count the tokens of the answer alone, and here these are in the prompt
-                changes = {"logit_bias": penalties_as_bias(agreed, params), **NOT_PENALISED}
+                changes |= {"logit_bias": penalties_as_bias(agreed, params), **NOT_PENALISED}
         tokens = position + 1 - len(before or ())
         least = min(tokens, max(0, params.min_tokens - len(before or ())))
         changes |= {"max_tokens": tokens, "min_tokens": least, "ignore_eos": True}
@@ -328,11 +392,9 @@ class Verification:
         """The tokens of a prompt; None: it is a text or a chat, and the server does not tell them."""
         if answer.prompt_ids is not None:
             return list(answer.prompt_ids)
-        case, ids = self.plan.greedy_cases[0], _token_ids(prompt)
-        if ids is not None or case.name in self.refused:
-            return ids
-        known = zip(self._questions(WITHOUT, case), self._answers(WITHOUT, case), strict=True)  # streams tell none
-        return next((list(a.prompt_ids) for q, a in known if q.prompt == prompt and a.prompt_ids is not None), None)
+        ids = _token_ids(prompt)
+        told = self._told(STOP).prompt_ids.get(repr(prompt)) if ids is None else None  # streams tell none
+        return ids if told is None else list(told)
 
     def _spell(
         self, plain: Subject, places: Mapping[int, tuple[Question, AnswerPair]]

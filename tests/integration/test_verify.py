@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dflash_serve.checkpoint.source import target_folder
-from dflash_serve.client.endpoint import Reply
+from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.common.store import Store
 from dflash_serve.deployment import Deployment
 from dflash_serve.errors import UserError
@@ -25,6 +25,7 @@ from dflash_serve.verify import verification
 from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, VerifyReport
 from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
+from dflash_serve.verify.subjects import two_servers as servers_of
 from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
 from dflash_torch.engine import EmbeddedEngine
@@ -231,6 +232,19 @@ def test_servers_that_tell_nothing_of_their_speculation_are_asked_nothing(
     assert "shows no metrics of an engine that is known here" in command.said
     assert "--with-metrics-url" in command.said
     assert not command.output.exists()
+
+
+def test_an_honest_server_is_lossless_and_everything_was_tested(tmp_path: Path) -> None:
+    """Fields, streams, choices and long prompts of the embedded server; `test_verify_cheats` has those that cheat."""
+    folders, prompts = sharp_pair(tmp_path, positions=640), [[{"role": "user", "content": text}] for text in PROMPTS]
+    greedy = GREEDY[0].params.model_copy(update={"max_tokens": TOKENS})
+    engine = guessing_engine(folders, likely_tokens(folders, [(prompt, greedy) for prompt in prompts]))
+    plain = tiny_engine(folders, width=1, max_batch_size=16)
+    with running(engine, queue=64) as speculating, running(plain, queue=64) as other:
+        pair = servers_of(Endpoint(speculating.url), Endpoint(other.url))
+        found = Verification(settings(same_seeds=False), prompts, pair, Store(None, {})).run()
+    assert (found.headline, found.reasons) == ("lossless: greedy and sampled", ())
+    assert all(one.honoured and one.answers for one in found.rules)
 
 
 def test_a_server_is_started_twice_and_stopped_again(folders: Folders, tmp_path: Path) -> None:

@@ -3,69 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from io import StringIO
 from typing import NamedTuple
 
 import pytest
+from rich.console import Console
 
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import Connection
 from dflash_serve.common.store import Store
-from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import CONTINUED, VerifyPlan
-from dflash_serve.verify.report import FaultKind, Findings
-from dflash_serve.verify.subjects import two_servers
+from dflash_serve.verify.report import FaultKind, Findings, report_of, show
+from dflash_serve.verify.subjects import ServerSubject, SubjectPair
 from dflash_serve.verify.verification import Verification
-from tests.support.broken_loops import guessing_engine, likely_tokens, sharp_pair
 from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer
-from tests.support.embedded import tiny_engine
-from tests.support.serving import running
+from tests.support.toy_model import CONTEXT, ToyModel
 
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
 MESSAGES = [[{"role": "user", "content": text}] for text in PROMPTS]
-PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, dtype="float32")
+PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, long_tokens=192, dtype="float32")
+URLS = SPECULATING, PLAIN = "http://speculating", "http://plain"
+
+
+class ToySubject(ServerSubject):
+    """A server whose metrics are known."""
+
+    def _reading(self) -> AcceptanceStatistics:
+        return AcceptanceStatistics(10, 70, 30) if self.endpoint.url == SPECULATING else AcceptanceStatistics()
+
+    def acceptance(self) -> AcceptanceStatistics:
+        return self._reading()
 
 
 class Servers(NamedTuple):
-    """A server that can cheat and one that does not speculate, and the latter's answers."""
+    """A server that can cheat, and the answers of one that does not."""
 
     cheating: CheatingServer
-    urls: tuple[str, str]
     plain: dict[str, object]
 
     def verify(self, plan: VerifyPlan = PLAN) -> Findings:
         store = Store(None, {})
         store.values |= self.plain
-        found = Verification(plan, MESSAGES, two_servers(*map(Endpoint, self.urls)), store).run()
-        answers = [
+        speculating, plain = (lambda url=url: nullcontext(ToySubject(Endpoint(url))) for url in URLS)
+        pair = SubjectPair(speculating, plain, context=lambda: CONTEXT)
+        found = Verification(plan, MESSAGES, pair, store).run()
+        kept = [
             name
             for name in store.values
-            if name.startswith("without/") and not any(case.name in name for case in CONTINUED.values())
+            if not name.startswith("with/")
+            and not name.endswith("/again")  # these depend on the cheat
+            and not any(case.name in name for case in CONTINUED.values())
         ]
-        kept = [name for name in answers if not name.endswith("/again")]  # these depend on the cheat
-        self.plain.update({name: store[name] for name in kept})
+        self.plain.update({name: store[name] for name in kept if name != "acceptance"})
         return found
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folders = sharp_pair(tmp_path_factory.mktemp("sharp"))
-    greedy = SamplingParams(temperature=0, max_tokens=40)
-    engine = guessing_engine(folders, likely_tokens(folders, [(prompt, greedy) for prompt in MESSAGES]))
-    cheating = CheatingServer(engine)
+def servers() -> Iterator[Servers]:
+    model = ToyModel()
+    sides = {SPECULATING: CheatingServer(model), PLAIN: CheatingServer(model)}
 
     def connection(url: str, key: str | None, timeout: float, connections: int) -> Connection:
-        cheats = cheating if url == speculating.url else None
-        return CheatingConnection(url, key, timeout, connections, cheats)
+        return CheatingConnection(url, key, timeout, connections, sides[url])
 
-    with (
-        running(tiny_engine(folders, width=1, max_batch_size=16), queue=64) as plain,
-        running(engine, queue=64) as speculating,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dflash_serve.client.endpoint.Connection", connection)
         patch.setattr(verification, "smallest_deviation", lambda *_: None)
-        yield Servers(cheating, (speculating.url, plain.url), {})
+        yield Servers(sides[SPECULATING], {})
 
 
 def test_an_honest_server_is_lossless_and_everything_was_tested(servers: Servers) -> None:
@@ -80,9 +87,19 @@ def test_a_cheating_server_is_not_lossless(servers: Servers, name: str) -> None:
     servers.cheating.begin(cheat)
     found = servers.verify(PLAN.model_copy(update={"same_seeds": fault is FaultKind.SEEDS}))
     assert found.verdict == "not lossless"
-    assert fault in found.faults
+    assert fault is None or fault in found.faults
 
 
-def test_seeds_that_were_not_promised_stand_in_the_verdict(servers: Servers) -> None:
-    servers.cheating.begin(CHEATS["seeds ignored"][0])
-    assert servers.verify().headline.endswith("not tested: seed (kept without speculation only)")
+@pytest.mark.parametrize("name", ["seeds ignored", "seeds ignored in streams"])
+def test_seeds_that_were_not_promised_stand_in_the_verdict_as_changed_and_not_as_untested(
+    servers: Servers, name: str
+) -> None:
+    servers.cheating.begin(CHEATS[name][0])
+    found = servers.verify()
+    changed = "6 of 6 seeded answers changed when repeated with speculation, and not without"
+    assert found.headline.startswith(f"lossless: greedy and sampled; {changed}")
+    console = Console(record=True, width=200, file=StringIO())
+    show(report_of(PLAN, {}, found), console)
+    told = console.export_text()
+    assert changed in told
+    assert "broken" not in told

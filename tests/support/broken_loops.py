@@ -32,9 +32,9 @@ SHARPNESS = 5.0
 Prefix = tuple[int, ...]
 
 
-def sharp_pair(folder: Path) -> tuple[Path, Path]:
+def sharp_pair(folder: Path, *, positions: int = 256) -> tuple[Path, Path]:
     """The tiny pair with larger logits: its answers repeat themselves, as a language model's do, and can be guessed."""
-    target, drafter = write_tiny_pair(folder)
+    target, drafter = write_tiny_pair(folder, positions=positions)
     weights = load_file(target / "model.safetensors")
     weights["lm_head.weight"] *= SHARPNESS
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

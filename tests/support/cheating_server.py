@@ -1,6 +1,6 @@
-"""A connection to the embedded server that cheats: it changes requests before they are sent, or their answers.
+"""A connection to a toy server that cheats: it changes requests before they are answered, or their answers.
 
-Engine and seeds make every answer a function of its request, so that the server is asked nothing twice.
+Seeds make every answer a function of its request, so that the model is asked nothing twice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zlib import crc32
 
 import httpx
 
-from dflash_serve.common.http import Connection
+from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.verify.report import FaultKind
-from dflash_torch.engine import EmbeddedEngine
+from tests.support.toy_model import CONTEXT, VOCABULARY, RefusedRequestError, ToyModel, tokenize
 
 Body = dict[str, Any]
 WRONG = 7  # Seeds of `seeds_in_turns`; its square: every so many answers of `crosstalk`
@@ -27,9 +27,8 @@ WRONG = 7  # Seeds of `seeds_in_turns`; its square: every so many answers of `cr
 class CheatingServer:
     """A server that cheats: `cheat` is the function that changes the answer to a request."""
 
-    engine: EmbeddedEngine
+    model: ToyModel
     known: dict[str, Body] = field(default_factory=dict)  # Answers by path and request
-    send: Callable[[str, Body], Body] = lambda path, body: {}
 
     def __post_init__(self) -> None:
         self.begin(lambda server, body: server.ask(body))
@@ -58,23 +57,26 @@ class CheatingServer:
         body = {name: value for name, value in body.items() if name not in ("path", "stream", "stream_options")}
         key = json.dumps([path, body])
         if key not in self.known:
-            self.known[key] = self.send(path, body)
+            self.known[key] = self.model.complete(path, body)
         return json.loads(json.dumps(self.known[key]))  # type: ignore[no-any-return]
 
     def continued(self, body: Body, after: int, **changes: Any) -> Body:
         """The answer whose tokens behind the first `after` ones come from a request with these changes."""
-        if body["max_tokens"] <= after or body.get("n"):
+        if body["max_tokens"] <= after or body.get("n") or body.get("response_format"):
             return self.ask(body)
         begun = self.ask({**body, "max_tokens": after, "return_token_ids": True})
         first = begun["choices"][0]
         if first["finish_reason"] != "length":
             return begun
-        prompt = [*self.engine.tokenize(body.get("messages") or body["prompt"]), *first["token_ids"]]
-        rest = {name: value for name, value in body.items() if name not in ("messages", "logprobs", "top_logprobs")}
+        prompt = [*tokenize(body.get("messages") or body["prompt"]), *first["token_ids"]]
+        rest = {name: value for name, value in body.items() if name not in ("messages", "top_logprobs")}
+        if body.get("logprobs"):
+            rest["logprobs"] = body.get("top_logprobs", body["logprobs"])
         rest |= {"prompt": prompt, "max_tokens": body["max_tokens"] - after, "return_token_ids": True, **changes}
         second = self.ask({**rest, "path": "/v1/completions"})["choices"][0]
         _edit_text(first, lambda text: text + second["text"])
         first["token_ids"] += second["token_ids"]
+        _join_logprobs(first.get("logprobs"), second.get("logprobs"))
         begun["usage"]["completion_tokens"] = len(first["token_ids"])
         return begun
 
@@ -84,15 +86,18 @@ Cheat = Callable[[CheatingServer, Body], Body]
 
 @dataclass(frozen=True)
 class CheatingConnection(Connection):
-    """A connection with a `CheatingServer` in it."""
+    """A connection to a `CheatingServer` in this process."""
 
     server: CheatingServer | None = None
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        if method != "POST" or self.server is None or body is None:
-            return super()._send(method, path, body)
-        self.server.send = lambda path, body: super(CheatingConnection, self)._send("POST", path, body).json()
-        return self.server.answer(path, dict(body))
+        assert self.server is not None
+        if body is None:
+            return httpx.Response(200, json={"data": [{"id": "toy", "max_model_len": CONTEXT}]})
+        try:
+            return self.server.answer(path, dict(body))
+        except RefusedRequestError:
+            raise RefusedError("the context is too short", where=path, status=400) from None
 
 
 def _events(answer: Body) -> Iterator[Body]:
@@ -100,6 +105,19 @@ def _events(answer: Body) -> Iterator[Body]:
         whole = {name: value for name, value in choice.items() if name != "message"}
         yield {"choices": [whole | ({"delta": choice["message"]} if "message" in choice else {})]}
     yield {"choices": [], "usage": answer["usage"]}
+
+
+def _join_logprobs(first: Body | None, rest: Body | None) -> None:
+    # the log-probabilities of a completion behind those of a chat or a completion
+    if not first or not rest:
+        return
+    if "content" not in first:
+        for name, values in rest.items():
+            first[name] += values
+        return
+    for token, value, top in zip(rest["tokens"], rest["token_logprobs"], rest["top_logprobs"], strict=True):
+        best = [{"token": name, "logprob": one} for name, one in top.items()]
+        first["content"].append({"token": token, "logprob": value, "top_logprobs": best})
 
 
 def _edit_text(choice: Body, change: Callable[[str], str]) -> None:
@@ -187,7 +205,7 @@ def wrong_after_a_prefix(server: CheatingServer, body: Body) -> Body:
     prompt = body.get("prompt")
     if prompt is not None:
         kept: str | tuple[int, ...] = prompt if isinstance(prompt, str) else tuple(prompt)
-        reused = any(kept[: len(earlier)] == earlier for earlier in server.prompts if earlier != kept)
+        reused = any(kept[: len(earlier)] == earlier for earlier in tuple(server.prompts) if earlier != kept)
         server.prompts.add(kept)
         body = {**body, "prompt": prompt[1:] if reused and len(prompt) > 1 else prompt}
     return server.ask(body)
@@ -214,7 +232,35 @@ def one_token_replaced(server: CheatingServer, body: Body) -> Body:
     answer, asked = server.ask(body), json.dumps(body.get("messages") or body.get("prompt"))
     if crc32(asked.encode()) % 2 == 0 and "choices" in answer:
         ids = answer["choices"][0]["token_ids"]
-        ids[-1] = (ids[-1] + 1) % 96
+        ids[-1] = (ids[-1] + 1) % VOCABULARY
+    return answer
+
+
+def twice_penalised(server: CheatingServer, body: Body) -> Body:
+    """The repetition penalty is applied twice."""
+    return server.ask({**body, "repetition_penalty": body["repetition_penalty"] ** 2})
+
+
+def second_choice(**changes: Any) -> Cheat:
+    """The second choice comes from a request with these changes."""
+
+    def cheat(server: CheatingServer, body: Body) -> Body:
+        answer = server.ask(body)
+        if body.get("n"):
+            changed = {name: value * body[name] if name == "temperature" else value for name, value in changes.items()}
+            answer["choices"][1] = server.ask({**body, **changed})["choices"][1]
+            answer["usage"]["completion_tokens"] = sum(len(one["token_ids"]) for one in answer["choices"])
+        return answer
+
+    return cheat
+
+
+def stops_at_once(server: CheatingServer, body: Body) -> Body:
+    """A request with stop strings gets one token and no text."""
+    answer = server.ask(body)
+    for choice in answer["choices"] if body.get("stop") else ():
+        _edit_text(choice, lambda _: "")
+        choice["token_ids"] = choice["token_ids"][:1]
     return answer
 
 
@@ -230,6 +276,10 @@ def _says_more(choice: Body) -> None:
     _edit_text(choice, lambda text: text + "!")
 
 
+def _says_less(choice: Body) -> None:
+    _edit_text(choice, lambda text: text[:-3])
+
+
 def _streams_less(choice: Body) -> None:
     _edit_text(choice, lambda text: text[:-1])
 
@@ -238,7 +288,55 @@ def _sampled(body: Body) -> bool:
     return not _greedy(body)
 
 
-CHEATS: Mapping[str, tuple[Cheat, FaultKind]] = {
+def _prompt(body: Body) -> Any:
+    return body["messages"] if "messages" in body else body["prompt"]
+
+
+def _crowded(server: CheatingServer, body: Body) -> bool:
+    time.sleep(0.001)
+    return server.running > 4
+
+
+def _after_a_prefix(server: CheatingServer, body: Body) -> bool:
+    prompt = tuple(tokenize(_prompt(body)))
+    found = any(prompt[: len(earlier)] == earlier for earlier in tuple(server.prompts))
+    server.prompts.add(prompt)
+    return found
+
+
+SITUATIONS: Mapping[str, Callable[[CheatingServer, Body], bool]] = {
+    "in streams": lambda server, body: bool(body.get("stream")),
+    "with n": lambda server, body: bool(body.get("n")),
+    "after long prompts": lambda server, body: len(tokenize(_prompt(body))) > 256,
+    "in large batches": _crowded,
+    "in second turns": lambda server, body: any("assistant" in str(part) for part in body.get("messages", ())),
+    "after a prefix": _after_a_prefix,
+    "with stop": lambda server, body: bool(body.get("stop")),
+}
+FIELDS: Mapping[str, Callable[[Body], Body]] = {
+    "greedy answers are drawn": lambda body: {**body, "temperature": 1.5, "seed": 1} if _greedy(body) else body,
+    "hotter": lambda body: {**body, "temperature": 1.5 * body["temperature"]},
+    "top_k ignored": lambda body: _less(body, "top_k"),
+    "top_p ignored": lambda body: _less(body, "top_p"),
+    "min_p ignored": lambda body: _less(body, "min_p"),
+    "logit_bias ignored": lambda body: _less(body, "logit_bias"),
+    "response_format ignored": lambda body: _less(body, "response_format"),
+    "repetition penalty twice": lambda body: {**body, "repetition_penalty": body["repetition_penalty"] ** 2},
+}
+
+
+def _less(body: Body, *fields: str) -> Body:
+    return {name: value for name, value in body.items() if name not in fields}
+
+
+def _in_situation(situation: str, wrong: str) -> Cheat:
+    def cheat(server: CheatingServer, body: Body) -> Body:
+        return server.ask(FIELDS[wrong](body) if SITUATIONS[situation](server, body) else body)
+
+    return cheat
+
+
+CHEATS: Mapping[str, tuple[Cheat, FaultKind | None]] = {
     "top_k ignored": (without("top_k"), FaultKind.FIELD),
     "top_p ignored": (without("top_p"), FaultKind.DISTRIBUTION),
     "min_p ignored": (without("min_p"), FaultKind.FIELD),
@@ -252,6 +350,21 @@ CHEATS: Mapping[str, tuple[Cheat, FaultKind]] = {
     "penalties ignored": (without("presence_penalty", "frequency_penalty"), FaultKind.PENALTIES),
     "hotter": (sets(_sampled, temperature=1.9), FaultKind.DISTRIBUTION),
     "relaxed acceptance": (sets(_greedy, temperature=0.2, top_k=2, seed=3), FaultKind.STALE_STATE),
+    "repetition penalty twice": (twice_penalised, FaultKind.PENALTIES),
+    "top_p ignored beside top_k": (
+        lambda server, body: server.ask(_less(body, "top_p") if body.get("top_k") else body),
+        FaultKind.DISTRIBUTION,
+    ),
+    "top_k ignored beside top_p": (
+        lambda server, body: server.ask(_less(body, "top_k") if body.get("top_p", 1) < 1 else body),
+        FaultKind.DISTRIBUTION,
+    ),
+    "min_p ignored beside top_k": (
+        lambda server, body: server.ask(_less(body, "min_p") if body.get("top_k") else body),
+        FaultKind.DISTRIBUTION,
+    ),
+    "second choice hotter": (second_choice(temperature=1.3), FaultKind.DISTRIBUTION),
+    "second choice greedy": (second_choice(temperature=0), FaultKind.DISTRIBUTION),
     "one token replaced": (one_token_replaced, FaultKind.STALE_STATE),
     "sampling is greedy": (sets(_sampled, temperature=0), FaultKind.GREEDY_SAMPLING),
     "sampling turns greedy after 8 tokens": (greedy_after_8, FaultKind.DISTRIBUTION),
@@ -260,11 +373,26 @@ CHEATS: Mapping[str, tuple[Cheat, FaultKind]] = {
     "wrong under load": (wrong_under_load, FaultKind.LOAD),
     "wrong after a reused prefix": (wrong_after_a_prefix, FaultKind.LOAD),
     "seeds ignored": (fresh_seeds, FaultKind.SEEDS),
-    "one of seven seeds for all": (seeds_in_turns, FaultKind.DISTRIBUTION),
+    "one of seven seeds for all": (seeds_in_turns, None),
     "text differs from the tokens": (edits(_says_more), FaultKind.TEXT),
     "streamed text lacks a character": (edits(_streams_less, lambda body: bool(body.get("stream"))), FaultKind.TEXT),
+    "stop gives an empty text": (stops_at_once, FaultKind.FIELD),
+    "stop cuts too much": (edits(_says_less, lambda body: bool(body.get("stop"))), FaultKind.TEXT),
+    "stop ignored in streams": (
+        lambda server, body: server.ask(_less(body, "stop") if body.get("stream") else body),
+        FaultKind.FIELD,
+    ),
+    "seeds ignored in streams": (
+        lambda server, body: (fresh_seeds if body.get("stream") else CheatingServer.ask)(server, body),
+        FaultKind.SEEDS,
+    ),
+    "log-probabilities of another model in streams": (
+        edits(_scaled, lambda body: bool(body.get("stream"))),
+        FaultKind.LOGPROBS,
+    ),
     "usage differs from the tokens": (counts_wrongly, FaultKind.TEXT),
     "finish reason is always stop": (edits(lambda choice: choice.update(finish_reason="stop")), FaultKind.TEXT),
     "log-probabilities of another model": (edits(_scaled), FaultKind.LOGPROBS),
+    **{f"{wrong} {situation}": (_in_situation(situation, wrong), None) for situation in SITUATIONS for wrong in FIELDS},
 }
-"""Cheats, and the fault that a verification names among others."""
+"""Cheats, and the fault that a verification names among others; None: any."""

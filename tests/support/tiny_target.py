@@ -66,15 +66,16 @@ def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 2
     return folder
 
 
-def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
+def write_tiny_pair(folder: Path, *, positions: int = 256) -> tuple[Path, Path]:
     """A target and a random drafter that fits it: (target folder, drafter folder)."""
-    target = write_tiny_target(folder / "target")
+    target = write_tiny_target(folder / "target", positions=positions)
     vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
     config = tiny_drafter_config(
         num_target_layers=4,
         target_layer_ids=(0, 2),
         mask_token_id=SPECIALS.index("<mask>"),
         vocab_size=vocab_size,
+        max_position_embeddings=positions,
     )
     return target, write_tiny_drafter(folder / "drafter", config)
 

@@ -188,6 +188,22 @@ def test_a_streamed_answer_and_several_choices_are_read_whole() -> None:
     assert streamed.finish_reason == "stop"
 
 
+def test_streamed_choices_are_told_apart_by_their_index() -> None:
+    parts = [
+        {"index": 1, "text": "b", "token_ids": [6]},
+        {"index": 0, "text": "a", "token_ids": [5]},
+        {"index": 1, "text": "c", "token_ids": [7], "finish_reason": "length"},
+        {"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"},
+    ]
+    events = "".join(f"data: {json.dumps({'choices': [part]})}\n\n" for part in parts)
+    with server(lambda _: (200, events)) as (url, _):
+        found = Endpoint(url).complete("x", GREEDY, {"n": 2, "stream": True})
+    assert [(one.text, one.pieces, one.finish_reason) for one in found.choices] == [
+        ("a", (5,), "stop"),
+        ("bc", (6, 7), "length"),
+    ]
+
+
 def test_a_server_that_refuses_unknown_fields_is_asked_in_its_own_way() -> None:
     def tensorrt_llm(body: dict[str, Any]) -> Reply:
         if "return_token_ids" in body:

@@ -1,21 +1,22 @@
-"""Over 200 honest runs of the whole decision procedure, false alarms stay within the stated rate.
+"""Over 100 honest runs of the whole decision procedure, false alarms stay within the stated rate.
 
 The answers come from the real rules: drafting by a bigram table, `accept_sampled` over blocks, against plain sampling,
-with penalties counted inside the block, each answer with a seed of its own. They are drawn once, 200 runs' worth; the
-runs share none of them.
+with penalties counted inside the block, each answer with a seed of its own. They are drawn once, 100 runs' worth; the
+runs share none of them, and no two answers of a side share a seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from dflash_serve.client.endpoint import Reply
+from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.acceptance import accept_sampled
@@ -26,6 +27,8 @@ from dflash_serve.verify import verification
 from dflash_serve.verify.questions import (
     FEW_PROMPTS,
     FIRST_SEED,
+    MIXED,
+    PENALISED_PAIRS,
     SAMPLED,
     SEEDS_A_CASE,
     WITH,
@@ -38,7 +41,7 @@ from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
 
-RUNS, SAMPLES, TOKENS, VOCABULARY, WIDTH = 200, 64, 4, 16, 3
+RUNS, SAMPLES, TOKENS, VOCABULARY, WIDTH = 100, 64, 4, 16, 3
 STATED, LOOSE = 1e-3, 0.2
 SURE = 1e-4
 """How improbable a count of alarms must be before this test itself calls alarm; seeds are fixed, a pass stays one."""
@@ -47,8 +50,7 @@ Pools = dict[tuple[str, str], Tensor]
 
 def drawn(case: Case, width: int, count: int, first_seed: int) -> Tensor:
     """`count` answers of TOKENS tokens, [count, TOKENS]: verified blocks of `width`, 1 = plain sampling."""
-    generator = torch.Generator().manual_seed(5)
-    table = torch.randn(VOCABULARY, VOCABULARY, generator=generator) * 2
+    table = bigrams()
     batch = SamplingBatch.of([case.params] * count, VOCABULARY)
     tokens = torch.full((count, 1 + TOKENS + width), -1)
     tokens[:, 0] = 0  # the prompt
@@ -78,13 +80,18 @@ class Pool:
         for index, question in enumerate(questions):
             if question.more or question.params.seed in range(FEW_PROMPTS):
                 raise RefusedError("only a server takes it", where="pool", status=400)
-            yield index, Reply("", token_ids=(1, 2) if question.params.greedy else self._sampled(question))
+            yield index, Reply("", token_ids=(1, 2)) if question.params.greedy else self._sampled(question)
 
-    def _sampled(self, question: Question) -> tuple[int, ...]:
+    def _sampled(self, question: Question) -> Reply:
         assert question.params.seed is not None
         number, sample = divmod(question.params.seed - FIRST_SEED[self.name], SEEDS_A_CASE)
-        pool = self.pools[self.name, SAMPLED[number].name]
-        return tuple(pool[self.run * SAMPLES + sample].tolist())
+        case = (*SAMPLED, *MIXED)[number]
+        mixed = number >= len(SAMPLED)
+        answer = self.pools[self.name, case.name][
+            self.run * (PENALISED_PAIRS if mixed else SAMPLES) + sample // (1 + mixed)
+        ]
+        tokens = tuple(answer.tolist())
+        return Reply("", tokens, scored(tokens) if mixed and question.params.logprobs else None)
 
     def acceptance(self) -> AcceptanceStatistics:
         return AcceptanceStatistics(1, 3, 2)
@@ -96,13 +103,29 @@ class Pool:
         return False
 
 
+def bigrams() -> Tensor:
+    """Logits by the last token."""
+    return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
+
+
+SCORES = bigrams().log_softmax(-1).tolist()
+
+
+def scored(tokens: Sequence[int]) -> tuple[ScoredToken, ...]:
+    """The tokens with the log-probabilities of the best ones."""
+    each = [(SCORES[before], token) for before, token in pairwise((0, *tokens))]
+    tops = [sorted(((str(n), value) for n, value in enumerate(row)), key=lambda one: -one[1])[:5] for row, _ in each]
+    return tuple(ScoredToken(str(t), row[t], tuple(top)) for (row, t), top in zip(each, tops, strict=True))
+
+
 @pytest.fixture(scope="module")
 def pools() -> Pools:
-    count = RUNS * SAMPLES
+    """The answers of all runs: those of each sampled case, and of the cases of `MIXED` that an engine takes."""
+    counts = [(case, SAMPLES) for case in SAMPLED] + [(case, PENALISED_PAIRS) for case in MIXED if not case.more]
     return {
-        (name, case.name): drawn(case, width, count, number * 10**6)
-        for number, (name, width) in enumerate([(WITHOUT, 1), (WITH, WIDTH)])
-        for case in SAMPLED
+        (name, case.name): drawn(case, width, RUNS * count, (2 * number + side) * 10**6)
+        for side, (name, width) in enumerate([(WITHOUT, 1), (WITH, WIDTH)])
+        for number, (case, count) in enumerate(counts)
     }
 
 

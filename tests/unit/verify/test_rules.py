@@ -8,8 +8,8 @@ import pytest
 
 from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.verify.questions import LOGPROBS, Question
-from dflash_serve.verify.rules import Answer, Asked, RuleCheck, check_rules
+from dflash_serve.verify.questions import LOGPROBS, STOP, Question
+from dflash_serve.verify.rules import Answer, Asked, RuleCheck, check_rules, comparable
 
 IDS = (5, 6, 7)
 NOISE = 3e-4
@@ -50,3 +50,27 @@ def test_the_text_of_a_reasoning_parser_keeps_the_rules_of_an_answer(
     plain = Reply("", IDS, reasoning="so")
     assert not checked(params, plain, plain)[rule].broken
     assert checked(params, plain, Reply("", IDS, **changes))[rule].broken == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "rule_kept", "tokens_agree"),
+    [
+        (Reply("a b", IDS, finish_reason="stop"), True, True),
+        (Reply("a b", (*IDS, 8), finish_reason="stop"), True, True),  # the rest of the block behind the stop string
+        (Reply("a b", IDS[:2], finish_reason="stop"), True, True),  # its tokens are left out
+        (Reply("", IDS[:1], finish_reason="stop"), None, False),
+        (Reply("", IDS, finish_reason="stop"), False, True),
+        (Reply("a", (*IDS, 8), finish_reason="stop"), False, True),
+        (Reply("a b", IDS, finish_reason="length"), False, True),
+        (Reply("a c", (5, 9, 7), finish_reason="stop"), None, False),
+    ],
+)
+def test_text_and_tokens_up_to_a_stop_string_are_the_plain_sides(
+    other: Reply, rule_kept: bool | None, tokens_agree: bool
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=64, stop=("z",))
+    plain = Reply("a b", IDS, finish_reason="stop")
+    check = checked(params, plain, other).get("text")
+    assert (None if check is None else not check.broken) == rule_kept
+    mine, theirs = comparable(STOP, Answer.of(plain), Answer.of(other))
+    assert (mine == theirs) == tokens_agree
