@@ -518,7 +518,8 @@ def test_a_body_of_many_values_is_refused_at_the_first_and_holds_up_no_probe(ser
     assert answer.status_code == 400
     assert error(answer)["type"] == "invalid_request_error"
     assert len(answer.content) < 1_000
-    assert spent < 2
+    # Measured: 0.3 s for `messages` and `parts`, whose validation alone takes 1.3 and 0.8 s; 0.9 s for `fields`.
+    assert spent < (0.75 if name in ("messages", "parts") else 2)
 
 
 def test_a_plain_curl_is_told_which_content_type_to_send(served: Running) -> None:
