@@ -136,7 +136,7 @@ def apart(full: EmbeddedEngine, width: int) -> EmbeddedEngine:
     if width > 1:
         assert like.speculator is not None
         speculator = Speculator(like.speculator.drafter, like.target, block_size=width, **limits)
-    scheduler = Scheduler(like.target, speculator, FixedWidth(width), **limits, reuse_prefixes=False)
+    scheduler = Scheduler(like.target, speculator, FixedWidth(width), **limits, reuse_prefixes=False, shared=None)
     scheduler.prepare()
     return EmbeddedEngine(scheduler, full.tokenizer)
 

@@ -55,7 +55,7 @@ class SlotCounters:
         for name, place in product((ACCEPTED,) if trims else (OFFERED, ACCEPTED), range(1, block_size)):
             self._series(name, place)
 
-    def count(self, steps: Mapping[int | str, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
+    def count(self, steps: Mapping[Any, int], offered: Mapping[int, int], accepted: Mapping[int, int]) -> None:
         """Adds steps by width (a number, or `TRIMMED`), and drafted tokens by slot, from 1 on."""
         given: tuple[tuple[str, Mapping[Any, int]], ...] = ((STEPS, steps), (OFFERED, offered), (ACCEPTED, accepted))
         for name, counts in given:

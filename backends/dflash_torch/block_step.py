@@ -120,13 +120,13 @@ class BlockSteps:
         rows = to_device(known + known[-1:] * (shape.requests - len(known)), self.runner.cache.keys.device)
         passed = self._passes(rows, shape, layer_ids)
         greedy = all(request.params.greedy for request in requests)
-        rest = partial(self._greedy, shape, *passed) if greedy else partial(self._choose, *passed, sampled=requests)
+        rest = partial(self._greedy, shape, *passed) if greedy else partial(self._choose, *passed, requests)
         step = BlockStep(requests, widths, rest, bool(layer_ids), sum(request.verified for request in requests))
         if greedy or all(request.params.top_p == 1 for request in requests):
             step.choose()
         return step
 
-    def _passes(self, rows: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> Sequence[Tensor]:
+    def _passes(self, rows: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Drafter and target -> known [N, 8 + 3 + W - 1] and the target's hidden rows [N, W, H].
 
         `known` is `rows` with a table of each block's entry, first position and anchor, and its drafts.
@@ -148,7 +148,8 @@ class BlockSteps:
                 self.speculator.inject_blocks(table, features)
             return torch.cat([rows, table, drafts], dim=1), hidden
 
-        return self.runner.run(shape, ("blocks", layer_ids), work, rows)
+        known, hidden = self.runner.run(shape, ("blocks", layer_ids), work, rows)
+        return known, hidden
 
     def _greedy(self, shape: Shape, known: Tensor, hidden: Tensor) -> Tensor:
         def work(known: Tensor, hidden: Tensor) -> tuple[Tensor]:

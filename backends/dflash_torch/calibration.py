@@ -163,7 +163,7 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         self.static = self.speculator.drafter_runner.static
         policy, limits = FixedWidth(block_size), {"max_batch_size": entries, "capacity": capacity}
-        self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False)
+        self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False, shared=None)
 
     def target_step(self, rows: int) -> Callable[[], float]:
         used = max(_contexts(rows, self.entries), ceil(rows / self.speculator.block_size))

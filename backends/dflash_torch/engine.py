@@ -311,8 +311,15 @@ class EmbeddedEngine:
 
     def _with(self, speculator: Speculator | None, policy: FixedWidth, manager: KVCacheManager) -> EmbeddedEngine:
         full = self.scheduler
-        limits = {"max_batch_size": full.cache.entries, "capacity": full.capacity, "prefill_rows": full.prefill_rows}
-        scheduler = Scheduler(full.target, speculator, policy, **limits, shared=(full.cache, manager))
+        scheduler = Scheduler(
+            full.target,
+            speculator,
+            policy,
+            max_batch_size=full.cache.entries,
+            capacity=full.capacity,
+            prefill_rows=full.prefill_rows,
+            shared=(full.cache, manager),
+        )
         return EmbeddedEngine(scheduler, self.tokenizer)
 
 

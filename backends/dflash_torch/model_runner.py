@@ -122,7 +122,8 @@ class Shapes(NamedTuple):
         width = at_least(max(spans[n].length for n in places), 1, self.widest)
         ends = {n: spans[n].start + width for n in places}
         longest = self._length(min(max(ends.values()), self.capacity))
-        fewest, found = self._keys(len(places), longest), [places]
+        fewest: float = self._keys(len(places), longest)
+        found = [places]
         if fewest <= self.pass_keys:
             return found
         for length in self.lengths:

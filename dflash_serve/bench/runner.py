@@ -53,7 +53,9 @@ class Bench:
             chat_template_kwargs=settings.chat_template_kwargs,
         )
         self.api_key = read_api_key(settings.api_key_file)
-        tokenizer = Model(model=settings.tokenizer) if settings.tokenizer else deployment and deployment.target
+        tokenizer = deployment.target if deployment else None
+        if settings.tokenizer:
+            tokenizer = Model(model=settings.tokenizer)
         self.aiperf = Aiperf(self.dataset, self.request, tokenizer, self.api_key)
         self.cells = schedule(list(self.variants), settings)
         self.stores: dict[str, Store] = {}

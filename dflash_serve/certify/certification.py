@@ -255,12 +255,14 @@ class Certification:
             self._stop()
             suspect = {"observed": self.measurements().acceptance_length}
         sentences, verdicts = list[str](), list[str]()
-        asked, size = self.prompts[:DOCTOR_PROMPTS], {"max_tokens": DOCTOR_TOKENS}
+        asked = self.prompts[:DOCTOR_PROMPTS]
         for number, about in enumerate((suspect, {})):
             output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
             again = output.with_name(f"{output.name}.partial.jsonl").exists()
             try:
-                examine_apart(self.variants[name], asked, output, **about, **size, resume=again, seconds=left)
+                examine_apart(
+                    self.variants[name], asked, output, **about, max_tokens=DOCTOR_TOKENS, resume=again, seconds=left
+                )
             except subprocess.TimeoutExpired:
                 return {"verdict": UNKNOWN, "sentences": [*sentences, "there was no time for more (--minutes)"]}
             except UserError as error:

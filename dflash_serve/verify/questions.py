@@ -365,8 +365,8 @@ def _second_turns(chosen: Sequence[Prompt], known: Sequence[Known]) -> list[Prom
                 found.append(Conversation(turns, variables) if variables else turns)
         elif isinstance(prompt, str) and isinstance(after, str):
             found.append(f"{prompt}{one.text}\n{after}")
-        elif one.prompt_ids and all(isinstance(piece, int) for piece in one.pieces):
-            found.append([*one.prompt_ids, *one.pieces])
+        elif ids := _token_ids(one):
+            found.append(ids)
     return found
 
 
@@ -381,11 +381,17 @@ def _long_prompt(known: Sequence[Known], length: int, first: int) -> Prompt:
     # prompts and answers from the one with that number on, again and again; text where token ids are not known
     first %= len(known)
     texts = [*known[first:], *known[:first]]
-    ids = [[*(one.prompt_ids or ()), *one.pieces] for one in texts]
-    if all(one.prompt_ids for one in texts) and all(isinstance(piece, int) for one in ids for piece in one):
-        return list(islice(cycle(chain.from_iterable(ids)), length))
+    ids = [_token_ids(one) for one in texts]
+    if all(ids):
+        return list(islice(cycle(chain.from_iterable(filter(None, ids))), length))
     characters = "\n".join(one.text for one in texts) + "\n"
     return "".join(islice(cycle(characters), length * CHARACTERS))
+
+
+def _token_ids(known: Known) -> list[int] | None:
+    # of prompt and answer; None where the engine does not give both
+    answer = [piece for piece in known.pieces if isinstance(piece, int)]
+    return [*known.prompt_ids, *answer] if known.prompt_ids and len(answer) == len(known.pieces) else None
 
 
 def _beginning(known: Known) -> Prompt:

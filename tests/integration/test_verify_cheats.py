@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import ServerReading
 from dflash_serve.common.http import Connection
 from dflash_serve.common.store import Store
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -31,11 +32,12 @@ URLS = SPECULATING, PLAIN = "http://speculating", "http://plain"
 class ToySubject(ServerSubject):
     """A server whose metrics are known."""
 
-    def _reading(self) -> AcceptanceStatistics:
-        return AcceptanceStatistics(10, 70, 30) if self.endpoint.url == SPECULATING else AcceptanceStatistics()
-
     def acceptance(self) -> AcceptanceStatistics:
-        return self._reading()
+        return self._reading().acceptance
+
+    def _reading(self) -> ServerReading:
+        speculates = self.endpoint.url == SPECULATING
+        return ServerReading(0.0, AcceptanceStatistics(10, 70, 30) if speculates else AcceptanceStatistics())
 
 
 class Servers(NamedTuple):

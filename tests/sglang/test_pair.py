@@ -59,7 +59,7 @@ def bootstrap() -> tuple[str, int]:
     row = {**sizes, "rank_ip": "127.0.0.1", "rank_port": 1, "page_size": 1, "kv_cache_dtype": "auto"}
     for attempt in range(100):
         try:
-            body = {**row, "prefill_http_port": http_port}
+            body: dict[str, Any] = {**row, "prefill_http_port": http_port}
             requests.put(f"http://127.0.0.1:{port}/route", json=body, timeout=5).raise_for_status()
             break
         except requests.ConnectionError:
@@ -167,7 +167,11 @@ def test_a_decode_half_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    made = {"plain": {}, "latent": {"kv_lora_rank": 64}, "recurrent": {"layer_types": ["linear_attention"] * 4}}
+    made: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "latent": {"kv_lora_rank": 64},
+        "recurrent": {"layer_types": ["linear_attention"] * 4},
+    }
     found = {name: str(write_paper_target(folder / name, **config)) for name, config in made.items()}
     return {**found, "drafter": str(write_paper_drafter(folder / "drafter"))}
 

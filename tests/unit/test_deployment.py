@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -112,7 +113,7 @@ def test_a_null_is_not_given_under_a_known_key_and_a_value_inside_engine_args(
     assert found.drafter is None
     assert found.parallel.tensor == 1
     assert (found.limits.max_batch_size, "max_queued_requests" in found.limits.model_fields_set) == (8, False)
-    given = {"hf-overrides": {"rope_scaling": None, "a": {}}, "kept": None, "other": 1}
+    given: dict[str, Any] = {"hf-overrides": {"rope_scaling": None, "a": {}}, "kept": None, "other": 1}
     assert found.engine_args == {"sglang": {}, "vllm": given}
 
 

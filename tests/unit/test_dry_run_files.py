@@ -86,9 +86,9 @@ def replace(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 WHOLE = "not a whole safetensors file"
-HARM: dict[str, tuple[Callable[[Path], None], str]] = {
+HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (cut, WHOLE),
-    "empty": (lambda path: path.write_bytes(b"") and None, WHOLE),
+    "empty": (lambda path: path.write_bytes(b""), WHOLE),
     "a pipe": (replace(os.mkfifo), f"{WHOLE} (not a regular file)"),
     "a device": (replace(lambda path: path.symlink_to("/dev/zero")), f"{WHOLE} (not a regular file)"),
     "a link to nothing": (replace(lambda path: path.symlink_to("nowhere")), f"{WHOLE} (missing)"),
