@@ -106,13 +106,14 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 SGLANG_CONTRACT := tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
   tests/contract/test_engine_faults.py
+SGLANG_SERVERS := $(patsubst %,tests/sglang/test_%.py,eagle3 heads_server smollm2_server tiny_server)
 
 .PHONY: test-sglang sglang-contract
 test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/$(PYTEST) tests/sglang $(SGLANG_CONTRACT)
 
 sglang-contract: .venv-sglang/ready
-	$(SGLANG_BIN)/$(PYTEST) $(SGLANG_CONTRACT)
+	$(SGLANG_BIN)/$(PYTEST) $(SGLANG_SERVERS:%=--ignore=%) tests/sglang $(SGLANG_CONTRACT)
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)

@@ -166,10 +166,8 @@ class Graph(TorchDispatchMode):
     def _place(self, storage: Any) -> None:
         if storage.nbytes():
             self.addresses[storage._cdata] = self.pool.take(storage.nbytes())
-            weakref.finalize(storage, self._gone, storage._cdata)
-
-    def _gone(self, storage: int) -> None:
-        self.pool.give_back(self.addresses.pop(storage))
+            # Without a reference to the graph, whose outputs would then live for ever.
+            weakref.finalize(storage, _gone, self.pool, self.addresses, storage._cdata)
 
     def placed(self, value: Any) -> Any:
         """A tensor where it lies in the pool; other values, and tensors from outside, as they are."""
@@ -188,6 +186,10 @@ class Graph(TorchDispatchMode):
             for kept, new in zip(out, [made] if len(out) == 1 else tree_leaves(made), strict=True):
                 if isinstance(kept, Tensor) and kept.data_ptr() != new.data_ptr():
                     kept.copy_(new)
+
+
+def _gone(pool: Pool, addresses: dict[int, int], storage: int) -> None:
+    pool.give_back(addresses.pop(storage))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -44,16 +44,20 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prepared", [True, False])
 def test_engines_in_turns_answer_as_each_does_alone(folders: Folders, truth: Truth, prepared: bool) -> None:
     """As benchmarks run them: a step of one engine is in flight while another captures and replays its own graphs."""
-    full = tiny_engine(folders, truth=truth, reuse_prefixes=False)
-    if prepared:
-        full.scheduler.prepare()
+
+    def engine() -> EmbeddedEngine:
+        return tiny_engine(folders, truth=truth, reuse_prefixes=False)
+
+    # Each with a K/V cache of its own: engines that share one answer one after the other.
     engines = {
-        "full": full,
-        "off": full.plain(),
-        "fixed": full.fixed(4),
-        "fault": full.fixed(4, fault="features zeroed"),
+        "full": engine(),
+        "off": engine().plain(),
+        "fixed": engine().fixed(4),
+        "fault": engine().fixed(4, fault="features zeroed"),
     }
     engines["off"].scheduler.cache_manager.reuse = False
+    if prepared:
+        engines["full"].scheduler.prepare()
     params = GREEDY.model_copy(update={"max_tokens": 16})
     for chunks in (1, 5):
         streams = {name: engine.stream(PROMPTS[:3], [params] * 3) for name, engine in engines.items()}
