@@ -37,10 +37,14 @@ class _Unfailing(TextIOWrapper):
         with suppress(OSError):
             super().flush()
 
+    def close(self) -> None:  # the buffer belongs to the stream that this one replaces
+        self.flush()
+
 
 def make_stderr_unfailing() -> None:
     """Lets this process go on where stderr cannot be written (a full disk): notes and errors there are then lost."""
-    if isinstance(sys.stderr, TextIOWrapper):
+    # A program that runs us and catches stderr keeps its own stream.
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, TextIOWrapper):
         sys.stderr = _Unfailing(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
