@@ -59,7 +59,7 @@ def rehearsed(lease: str, output: Path, pair: Pair, *more: object, processes: bo
     with pytest.MonkeyPatch.context() as patch:
         if not processes:
             patch.setattr(on_gpu, "run_step", in_this_process)
-        return visit(output, lease, "--dry", "--seconds", 900, *pair, *more)[1]
+        return visit(output, lease, "--dry", "--seconds", 3600, *pair, *more)[1]
 
 
 def outcomes(found: Found) -> dict[str, str]:
