@@ -122,12 +122,13 @@ def _servers(given: Mapping[str, Any]) -> SubjectPair:
     """The two running servers.
 
     Raises:
-        UserError: only one is given.
+        UserError: only one is given, or the number format is not one that is verified.
     """
     urls = (given["with_url"], given["without_url"])
     if None in urls:
         missing = "--without" if urls[0] else "--with"
         raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
+    _refuse_other_formats(given["dtype"])
     key = read_api_key(given["api_key_file"])
     metrics = (tuple(given[f"{side}_metrics_url"] or ()) for side in ("with", "without"))
     shared = {"model": given["model"], "api_key": key, "concurrency": given["concurrency"]}
@@ -143,8 +144,7 @@ def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str)
 
 def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
     dtype = pair.dtype or given["dtype"]
-    if dtype not in (None, "auto", "float32", "bfloat16"):
-        raise UserError(f"{dtype!r} is not float32 or bfloat16", where="--dtype")
+    _refuse_other_formats(dtype)
     exact, samples, same_seeds = dtype == "float32", given["samples"], given["same_seeds"]
     if samples is None:
         samples = EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES
@@ -157,6 +157,11 @@ def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) 
         same_seeds=pair.embedded and exact if same_seeds is None else same_seeds,
         **{name: given[name] for name in ("max_tokens", "long_tokens", "false_alarm", "penalties")},
     )
+
+
+def _refuse_other_formats(dtype: str | None) -> None:
+    if dtype not in (None, "auto", "float32", "bfloat16"):
+        raise UserError(f"{dtype!r} is not float32 or bfloat16", where="--dtype")
 
 
 def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, given: Mapping[str, Any]) -> int:
