@@ -288,7 +288,7 @@ def test_the_command_goes_on_where_it_was_interrupted_and_says_that_the_embedded
     assert command(*arguments, "--resume") == 0
     report = command.report()
     greedy = GREEDY[0].params.model_copy(update={"max_tokens": 16})
-    first = [one for one in asked if one.params == greedy and one.prompt in PROMPTS]
+    first = [one for one in asked if one.params == greedy and len(one.prompt) == 1]  # no second turns
     assert len(first) == len(PROMPTS)  # the plain side's were kept
     assert report.findings.verdict == "lossless"
     assert (report.plan.dtype, report.plan.same_seeds) == ("float32", True)
