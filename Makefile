@@ -137,8 +137,9 @@ test-clients: .venv/test .venv-clients/ready
 # take from vLLM is held against 0.33's Python, too (tests/support/vllm_python.py: 336 MB are fetched once, 57 MB kept).
 VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
-VLLM_CONTRACT := tests/contract/test_engine_faults.py tests/contract/test_vllm_arguments.py \
-  tests/contract/test_vllm_plugin.py
+# test_vllm_arguments builds vLLM's whole application, which sets up the process's log anew: it is the last.
+VLLM_CONTRACT := tests/contract/test_engine_faults.py tests/contract/test_vllm_plugin.py \
+  tests/contract/test_vllm_arguments.py
 
 # The servers leave half of two cores idle: what needs none of them runs beside.
 .PHONY: test-vllm vllm-servers vllm-contract

@@ -145,7 +145,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     def begin(host: Any) -> None:
         host.dynamic_sd_lookup, host.num_spec_tokens = [0, 7, 3, 1], 7
         host.scheduler_config = SimpleNamespace(async_scheduling=False)
-        host.vllm_config = None
+        host.vllm_config = SimpleNamespace(speculative_config=None)
         host.running = [SimpleNamespace(request_id=name, num_computed_tokens=9) for name in ("a", "b")]
 
     run = SimpleNamespace(costs=lambda: None, survival=lambda: None, drafter=None, keep=lambda *_: None)
