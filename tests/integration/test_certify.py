@@ -188,7 +188,7 @@ def stand_in(examined: Examined) -> Callable[..., None]:
 def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
     site: MakeSite, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is certified is what the doctor judges: the deployment whole, and prompts with the template's variables."""
+    """The doctor judges the certified deployment: the deployment whole, and prompts with the template's variables."""
     drafter = tmp_path / "damaged"  # random weights that claim the acceptance of trained ones
     drafter.mkdir()
     for file in folders[1].iterdir():

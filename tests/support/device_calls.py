@@ -166,7 +166,7 @@ class Graph(TorchDispatchMode):
     def _place(self, storage: Any) -> None:
         if storage.nbytes():
             self.addresses[storage._cdata] = self.pool.take(storage.nbytes())
-            # Without a reference to the graph, whose outputs would then live for ever.
+            # Without a reference to the graph, whose outputs would then never be freed.
             weakref.finalize(storage, _gone, self.pool, self.addresses, storage._cdata)
 
     def placed(self, value: Any) -> Any:

@@ -74,7 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def l23(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an L23 left."""
+    """The output of an L23."""
     output = tmp_path_factory.mktemp("l23") / "out"
     assert outcomes(rehearsed("L23", output, pair)) == dict.fromkeys(["answers", "training"], "ok")
     return output
