@@ -39,8 +39,9 @@ def configs(draw: st.DrawFn) -> DrafterConfig:
     kv_heads = draw(st.integers(1, 4))
     depth = draw(st.integers(4, 100))
     vocab_size = draw(st.integers(2, 300000))
+    block_size = draw(st.integers(2, 32))
     return DrafterConfig(
-        block_size=draw(st.integers(2, 32)),
+        block_size=block_size,
         target_layer_ids=tuple(draw(st.lists(st.integers(0, depth - 1), min_size=1, max_size=8))),
         num_target_layers=draw(st.sampled_from([None, depth])),
         mask_token_id=draw(st.integers(0, vocab_size - 1)),
@@ -51,7 +52,7 @@ def configs(draw: st.DrawFn) -> DrafterConfig:
         num_key_value_heads=kv_heads,
         head_dim=draw(st.integers(1, 256)),
         layers=(draw(uniform),) * draw(st.integers(1, 8)),
-        max_position_embeddings=draw(st.integers(1, 2**20)),
+        max_position_embeddings=draw(st.integers(block_size, 2**20)),
         rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
         rope=draw(st.sampled_from(ROPES)),
         attention_bias=draw(st.booleans()),

@@ -128,7 +128,7 @@ class TorchLlmArgs(BaseModel):
     [
         ("1.4.0rc4", "NEW_IN_THIS_RELEASE", True, None),
         ("1.4.0rc4", 7, True, "guided_decoding_backend: Input should be a valid string"),
-        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", False, "'xgrammar' or 'llguidance'"),
+        ("1.4.0rc4", "NEW_IN_THIS_RELEASE", False, "cannot be imported here (ImportError: libcuda.so.1)"),
         ("1.4", "NEW_IN_THIS_RELEASE", True, "'xgrammar' or 'llguidance'"),
     ],
     ids=["accepted", "refused", "does not import", "another release"],
