@@ -35,9 +35,8 @@ CHUNKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Rows of a prefill's pass: powers of two by default, from our 1,024 to 16,384 (SGLang's `chunked_prefill_size` and
 vLLM's `max_num_batched_tokens` by the memory of the GPU). A prompt of one token more has a last pass of one row."""
 MIXED_PROMPT = 384  # Tokens of a sampled question's long prompt: beyond the shortest chunk, and cheap without a cache
-PAIRS, PENALISED_PAIRS, RULED = 32, 64, 4
-"""Questions of each case of `MIXED`, on a side: those compared as distributions; those with a penalty, which have one
-weak feature alone; and those that only rules look at.
+PAIRS, RULED = 32, 4
+"""Questions of each case of `MIXED`, on a side: those compared as distributions, and those that only rules look at.
 
 With 32 pairs the z of `ranks` comes up to 5.7, and that of chance reaches 5.1 in one of 10,000 runs, over some 120
 columns. With 24 pairs, which reach 4.9, a fault in one setting of one situation could not be seen.
@@ -196,6 +195,7 @@ class VerifyPlan(Frozen):
     max_tokens: int  # Longest greedy answer, in tokens
     samples: int  # Answers on each side for each sampled case; 0 = sampling is not verified
     sample_tokens: int = 8  # Longest sampled answer, in tokens
+    pairs: int = PAIRS  # Answers on each side for each case of `MIXED`; twice as many with a penalty, a weak feature
     long_tokens: int = 2048  # Longest of the long answers, cut to the target's context; 0 = none
     false_alarm: float = 1e-3  # Probability that a correct engine is called faulty, over all sampled cases together
     power: float = 0.9  # Probability with which the smallest visible deviation is seen
@@ -332,7 +332,7 @@ def _mixed_questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, si
         more |= _bias(told.known) or {"logit_bias": {}}
         chosen = chosen if more["logit_bias"] else []
     first = FIRST_SEED[side] + (len(SAMPLED) + MIXED.index(case)) * SEEDS_A_CASE
-    count = RULED if setting in RULES_ALONE else PENALISED_PAIRS if case.params.penalised else PAIRS
+    count = RULED if setting in RULES_ALONE else plan.pairs * 2 if case.params.penalised else plan.pairs
     asked = zip(range(count), cycle(chosen), strict=False)
     return [_question(case, prompt, PENALISED_TOKENS, first + 2 * n, **more) for n, prompt in asked]
 

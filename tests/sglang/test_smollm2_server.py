@@ -39,7 +39,9 @@ VERIFIED = 4
 AT_ONCE = 64
 """Requests that are verified at once: larger batches take less time for each."""
 VERIFYING = ("--max-running-requests", str(AT_ONCE))
-PLAN = VerifyPlan(prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, long_tokens=0, dtype="float32")
+PLAN = VerifyPlan(
+    prompts=VERIFIED, prompts_sha256="", max_tokens=48, samples=4, pairs=4, long_tokens=0, dtype="float32"
+)
 
 
 @pytest.fixture(scope="module")

@@ -275,8 +275,9 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
 @pytest.mark.usefixtures("truth")  # the plain server is asked for it before it is stopped here
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
     plan = VerifyPlan(
-        prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, long_tokens=64, dtype="float32"
-    )
+        prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
+        dtype="float32",
+    )  # fmt: skip
     urls = [servers[name].ready.result().url for name in ("3", "plain")]
     pair = two_servers(*(Endpoint(url, concurrency=AT_ONCE) for url in urls))
     found = Verification(plan, brief(), pair, Store(None, {})).run()

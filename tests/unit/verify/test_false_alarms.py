@@ -28,7 +28,7 @@ from dflash_serve.verify.questions import (
     FEW_PROMPTS,
     FIRST_SEED,
     MIXED,
-    PENALISED_PAIRS,
+    PAIRS,
     SAMPLED,
     SEEDS_A_CASE,
     WITH,
@@ -87,9 +87,7 @@ class Pool:
         number, sample = divmod(question.params.seed - FIRST_SEED[self.name], SEEDS_A_CASE)
         case = (*SAMPLED, *MIXED)[number]
         mixed = number >= len(SAMPLED)
-        answer = self.pools[self.name, case.name][
-            self.run * (PENALISED_PAIRS if mixed else SAMPLES) + sample // (1 + mixed)
-        ]
+        answer = self.pools[self.name, case.name][self.run * (2 * PAIRS if mixed else SAMPLES) + sample // (1 + mixed)]
         tokens = tuple(answer.tolist())
         return Reply("", tokens, scored(tokens) if mixed and question.params.logprobs else None)
 
@@ -121,7 +119,7 @@ def scored(tokens: Sequence[int]) -> tuple[ScoredToken, ...]:
 @pytest.fixture(scope="module")
 def pools() -> Pools:
     """The answers of all runs: those of each sampled case, and of the cases of `MIXED` that an engine takes."""
-    counts = [(case, SAMPLES) for case in SAMPLED] + [(case, PENALISED_PAIRS) for case in MIXED if not case.more]
+    counts = [(case, SAMPLES) for case in SAMPLED] + [(case, 2 * PAIRS) for case in MIXED if not case.more]
     return {
         (name, case.name): drawn(case, width, RUNS * count, (2 * number + side) * 10**6)
         for side, (name, width) in enumerate([(WITHOUT, 1), (WITH, WIDTH)])
