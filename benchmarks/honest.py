@@ -25,13 +25,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash_serve.backend import ServerBackend
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.provenance import environment
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment
-from dflash_serve.prompts import jsonl_prompts
-from dflash_serve.server_adapter import running_server
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers

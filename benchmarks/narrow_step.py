@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dflash_serve.adapter.launch import running_server
 from dflash_serve.common.provenance import environment
-from dflash_serve.deployment import COST_TABLE
-from dflash_serve.server_adapter import running_server
+from dflash_serve.deployment.variables import COST_TABLE
 from tests.support.sglang_server import PATIENCE, OnCpu, deployment, tiny_pair
 from tests.support.tiny import write_tiny_drafter
 

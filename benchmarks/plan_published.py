@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.files import write_whole
-from dflash_serve.deployment import Model
+from dflash_serve.deployment.description import Model
 from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
 from dflash_serve.planning.step_times import Pair, Roofline, Split, Tables, library, shipped_configuration

@@ -31,12 +31,13 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.turns import ANSWERS, Turn, show, summary, write_report
-from dflash_serve.backend import LookingBackend, ServerBackend, server_backend
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import LookingBackend, ServerBackend
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.bench.settings import deployed_variants
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import ServerReading, read_server
-from dflash_serve.deployment import Deployment
-from dflash_serve.server_adapter import running_server
+from dflash_serve.deployment.description import Deployment
 from tests.support.prompts import Messages, human_eval
 
 PROMPTS = 160

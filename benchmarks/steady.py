@@ -25,7 +25,7 @@ from rich.progress import track
 
 from benchmarks.turns import ANSWERS, in_turns, show, summary, write_report
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.backend import RequestOutput
+from dflash_serve.answers.engine import RequestOutput
 from dflash_serve.speculation.policy import FixedWidth
 from dflash_serve.speculation.statistics import total
 from dflash_torch.engine import EmbeddedEngine

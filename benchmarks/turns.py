@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dflash_serve.backend import Stream
+from dflash_serve.answers.engine import Stream
 from dflash_serve.bench.settings import AUTO, OFF
 from dflash_serve.common.provenance import commit, processor, versions
 

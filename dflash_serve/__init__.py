@@ -9,23 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dflash_serve.backend import Chunk, RequestOutput
+    from dflash_serve.answers.engine import Chunk, RequestOutput
+    from dflash_serve.answers.llm import LLM
     from dflash_serve.checkpoint.config import DrafterConfig
-    from dflash_serve.deployment import Deployment
+    from dflash_serve.deployment.description import Deployment
     from dflash_serve.errors import UserError
-    from dflash_serve.llm import LLM
     from dflash_serve.models.drafter import Drafter
     from dflash_serve.speculation.params import SamplingParams
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Chunk": "backend",
-    "Deployment": "deployment",
+    "Chunk": "answers.engine",
+    "Deployment": "deployment.description",
     "Drafter": "models.drafter",
     "DrafterConfig": "checkpoint.config",
-    "LLM": "llm",
-    "RequestOutput": "backend",
+    "LLM": "answers.llm",
+    "RequestOutput": "answers.engine",
     "SamplingParams": "speculation.params",
     "UserError": "errors",
 }

@@ -15,9 +15,9 @@ from typing import Any
 
 import typer
 
-from dflash_serve import deployment
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment import description as deployment
+from dflash_serve.deployment.description import Deployment
 
 HERE = Path(__file__).parent
 TYPES = {"integer": "number", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dflash_serve.backend import Choice, Command
+from dflash_serve.adapter.launch import DRAFT, SECRETS, DraftForm, ServerAdapter
+from dflash_serve.adapter.protocol import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
-from dflash_serve.deployment import GIB, Gpu
+from dflash_serve.deployment.gpus import GIB, Gpu
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import DRAFT, SECRETS, DraftForm, ServerAdapter
 
 from .checks import problems
 from .engine_arguments import PARSERS, argument_table

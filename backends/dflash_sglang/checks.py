@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isclose
 
-from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.tensors import plain_only
-from dflash_serve.deployment_checks import (
+from dflash_serve.adapter.arguments import parser_problems
+from dflash_serve.adapter.checks import (
     block_problems,
     check_pairing,
     device_problems,
@@ -23,9 +22,10 @@ from dflash_serve.deployment_checks import (
     unused_speculation,
     window_problems,
 )
-from dflash_serve.engine_args import parser_problems
+from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import RELEASES

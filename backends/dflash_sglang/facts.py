@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases
+from dflash_serve.adapter.counters import LINES, PREFIX, read_slot_counters
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
-from dflash_serve.slot_counters import LINES, PREFIX, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("sglang", "SGLang", (0, 5, 23), (0, 5, 23), "sglang.srt.server_args")

@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from dflash_serve.adapter.launch import LaunchPlan
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import ENV_PREFIX
-from dflash_serve.deployment import GIB
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import LaunchPlan
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""

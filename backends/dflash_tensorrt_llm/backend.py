@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import ValidationError
 
-from dflash_serve.backend import Choice, Command, PreparedFile
+from dflash_serve.adapter.launch import DRAFT, DraftForm, ServerAdapter
+from dflash_serve.adapter.protocol import Choice, Command, PreparedFile
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, SINGLE, load_object
 from dflash_serve.checkpoint.reader import DIALECTS, HINT, Checkpoint, read_tensors
 from dflash_serve.checkpoint.writer import fc_in_layer_order
 from dflash_serve.common.files import whole_folder
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import COST_TABLE, GIB, Deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.variables import COST_TABLE
 from dflash_serve.errors import Problem, UserError, raise_problems
-from dflash_serve.server_adapter import DRAFT, DraftForm, ServerAdapter
 
 from .checks import problems, unserved_heads
 from .engine_arguments import HARMONY, config_fields, merged, mirrored, named_parsers, serving_options

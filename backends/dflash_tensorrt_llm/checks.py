@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflash_serve.checkpoint.config import Heads
-from dflash_serve.deployment import GIB
-from dflash_serve.deployment_checks import (
+from dflash_serve.adapter.checks import (
     block_problems,
     check_pairing,
     device_problems,
@@ -14,8 +12,10 @@ from dflash_serve.deployment_checks import (
     length_problems,
     unused_speculation,
 )
+from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.checkpoint.config import Heads
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import memory_problems
 
 from .engine_arguments import argument_problems, config_fields, serving_problems
 from .launch_plan import PAGE, TensorRTLLMPlan, is_dspark

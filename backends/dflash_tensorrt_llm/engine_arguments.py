@@ -11,8 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from dflash_serve.deployment import Serving
-from dflash_serve.engine_args import (
+from dflash_serve.adapter.arguments import (
     ArgumentTable,
     EngineArgs,
     EngineParser,
@@ -21,6 +20,7 @@ from dflash_serve.engine_args import (
     parser_problems,
     pinned_parser,
 )
+from dflash_serve.deployment.description import Serving
 from dflash_serve.errors import Problem, did_you_mean
 
 from .launch_plan import TensorRTLLMPlan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, SpeculationLines
 from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

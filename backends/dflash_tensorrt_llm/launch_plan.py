@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from dflash_serve.adapter.arguments import EngineArgs
+from dflash_serve.adapter.launch import LaunchPlan
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.checkpoint.tensors import Quantization
-from dflash_serve.deployment import COST_TABLE, GIB, SURVIVAL, given_cost, given_survival
-from dflash_serve.engine_args import EngineArgs
-from dflash_serve.server_adapter import LaunchPlan
+from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL, given_cost, given_survival
 
 from .upstream import FA4_ATTENTION, FROM_1_4, NEWEST, TRTLLM_ATTENTION, Release
 

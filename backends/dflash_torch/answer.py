@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from dflash_serve.backend import Chunk, RequestOutput, TokenLogprob
+from dflash_serve.answers.engine import Chunk, RequestOutput, TokenLogprob
 from dflash_serve.speculation.params import SamplingParams
 
 from .grammar import Grammar

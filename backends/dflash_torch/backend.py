@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Command, Engine, LookingBackend, PreparedFile, Preview, Prompt, ServerBackend
+from dflash_serve.adapter.checks import (
+    block_problems,
+    check_pairing,
+    length_problems,
+    measurement_problems,
+    unused_speculation,
+)
+from dflash_serve.adapter.protocol import Command, LookingBackend, PreparedFile, Preview, ServerBackend
+from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.files import tokenizer_problems
 from dflash_serve.checkpoint.reader import open_checkpoint
@@ -18,14 +26,7 @@ from dflash_serve.checkpoint.target_config import quantisation_problems, read_ta
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.extras import import_problem
 from dflash_serve.common.files import write_whole
-from dflash_serve.deployment import Deployment, Model
-from dflash_serve.deployment_checks import (
-    block_problems,
-    check_pairing,
-    length_problems,
-    measurement_problems,
-    unused_speculation,
-)
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.speculation.params import SamplingParams

@@ -31,7 +31,7 @@ from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import cache_home
 from dflash_serve.common.provenance import processor, versions
 from dflash_serve.common.store import keep_record, read_record
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.models.compiled.build import kernels_id
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span, to_device

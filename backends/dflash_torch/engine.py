@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_serve.backend import Chunk, Prompt, RequestOutput, template_variables
-from dflash_serve.chat_template import encode_text, render_messages
+from dflash_serve.adapter.checks import uses_drafter
+from dflash_serve.adapter.last_run import KeptWidth, LastRun
+from dflash_serve.answers.chat_template import encode_text, render_messages
+from dflash_serve.answers.engine import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.checkpoint.config import TransformerConfig
 from dflash_serve.checkpoint.source import drafter_folder
-from dflash_serve.deployment import Deployment, given_cost
-from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError, first_line
-from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.models.attention import PlainOperators, flashinfer_problem
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
@@ -187,7 +188,7 @@ class EngineLoop:
 
 
 class EngineStream:
-    """The chunks of a few prompts as steps end, and their outputs; a `dflash_serve.backend.Stream`.
+    """The chunks of a few prompts as steps end, and their outputs; a `dflash_serve.answers.engine.Stream`.
 
     Asking for the next chunk runs steps of the loop until there is one. A stream that is closed or deleted ends its own
     requests. A UserError at its end says that one of its requests failed.
@@ -236,7 +237,7 @@ class EngineStream:
 
 
 class EmbeddedEngine:
-    """A target, and a drafter if it speculates, that answer prompts; a `dflash_serve.backend.Engine`."""
+    """A target, and a drafter if it speculates, that answer prompts; a `dflash_serve.answers.engine.Engine`."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer

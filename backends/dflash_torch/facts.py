@@ -5,9 +5,9 @@ Counters of slots and widths are those of every engine: `dflash_serve.slot_count
 
 from __future__ import annotations
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes
+from dflash_serve.adapter.counters import LINES, read_slot_counters
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes
 from dflash_serve.common.prometheus import Scrape, rate
-from dflash_serve.slot_counters import LINES, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PREFIX = "dflash:"

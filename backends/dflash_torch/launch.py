@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from dflash_serve.backend import Choice
+from dflash_serve.adapter.arguments import ArgumentTable, EngineArgs, EngineParser, add_flag
+from dflash_serve.adapter.checks import key_problems, uses_drafter
+from dflash_serve.adapter.protocol import Choice
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import COST_TABLE, GIB, Deployment, given_cost
-from dflash_serve.deployment_checks import key_problems, uses_drafter
-from dflash_serve.engine_args import ArgumentTable, EngineArgs, EngineParser, add_flag
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import Problem, UserError, first_line
 
 from .facts import SETTINGS_PREFIX

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash_serve.backend import TokenLogprob
+from dflash_serve.answers.engine import TokenLogprob
 from dflash_serve.models.kv_cache import to_device
 from dflash_serve.speculation.acceptance import accept_matching, accept_sampled
 from dflash_serve.speculation.noise import draw, uniforms

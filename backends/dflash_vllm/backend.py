@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_serve.backend import Choice, Command
+from dflash_serve.adapter.launch import DRAFT, LOGGING, SECRETS, DraftForm, ServerAdapter
+from dflash_serve.adapter.protocol import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import DRAFT, LOGGING, SECRETS, DraftForm, ServerAdapter
 
 from .checks import captures, problems
 from .drafter_rules import UNTRIED, dialect_of, head_problems, method_of

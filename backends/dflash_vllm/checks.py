@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib import import_module
 
-from dflash_serve.checkpoint.tensors import plain_only
-from dflash_serve.common.http import read_keys
-from dflash_serve.deployment_checks import (
+from dflash_serve.adapter.arguments import parser_problems
+from dflash_serve.adapter.checks import (
     block_problems,
     device_problems,
     expert_problems,
@@ -24,9 +23,10 @@ from dflash_serve.deployment_checks import (
     unused_speculation,
     window_problems,
 )
-from dflash_serve.engine_args import parser_problems
+from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.common.http import read_keys
 from dflash_serve.errors import Problem
-from dflash_serve.server_adapter import memory_problems
 
 from .drafter_rules import drafter_problems
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dflash_serve.adapter.checks import check_pairing
 from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.deployment_checks import check_pairing
 from dflash_serve.errors import Problem, UserError
 
 from .facts import RELEASES

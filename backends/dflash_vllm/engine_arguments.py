@@ -9,7 +9,14 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from dflash_serve.engine_args import ArgumentTable, EngineParser, ParserNames, by_spelling, own_parser, pinned_parser
+from dflash_serve.adapter.arguments import (
+    ArgumentTable,
+    EngineParser,
+    ParserNames,
+    by_spelling,
+    own_parser,
+    pinned_parser,
+)
 
 from .facts import RELEASES
 from .launch_plan import VLLMPlan

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dflash_serve.backend import EngineFacts, MetricNames, Probes, Releases
+from dflash_serve.adapter.counters import LINES, read_slot_counters
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.common.settings import ENV_PREFIX
-from dflash_serve.slot_counters import LINES, read_slot_counters
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RELEASES = Releases("vllm", "vLLM", (0, 32), (0, 33), "vllm.engine.arg_utils")

@@ -16,9 +16,10 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dflash_serve.adapter.launch import LaunchPlan
 from dflash_serve.checkpoint.config import BF16, weight_bytes
-from dflash_serve.deployment import GIB, given_cost, given_survival
-from dflash_serve.server_adapter import LaunchPlan
+from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.variables import given_cost, given_survival
 
 from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
 from .facts import RELEASES

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
 
+from dflash_serve.answers.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, human_eval_prompts, jsonl_prompts
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.files import sha256
 from dflash_serve.common.processes import run_command
 from dflash_serve.common.settings import Frozen, PositiveInt
-from dflash_serve.deployment import Model
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import HUB, HUMAN_EVAL, hub_options, hub_prompts, human_eval_prompts, jsonl_prompts
 
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"

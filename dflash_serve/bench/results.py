@@ -26,7 +26,7 @@ from dflash_serve.bench.settings import AUTO, OFF, Cell, Settings, Variant
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
 from dflash_serve.common.settings import Frozen
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 JSON, HTML, TEMPLATE = "bench.json", "report.html", "report.html.jinja"

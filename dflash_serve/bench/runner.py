@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_serve.backend import LookingBackend
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.results import ReportData, Run, write_report
 from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
@@ -19,9 +20,8 @@ from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import sigterm_interrupts
 from dflash_serve.common.provenance import commit, environment, now
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import running_server
 
 RUNS, WORK = "runs", "work"
 """Folders of the output: finished runs, and the files of aiperf and the servers, which are not needed later."""

@@ -8,15 +8,18 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
-from dflash_serve.backend import EMBEDDED, Backend, ServerBackend, choose_drafter, server_backend
+from dflash_serve.adapter.checks import block_size_of
+from dflash_serve.adapter.launch import drafting_argument, resolve
+from dflash_serve.adapter.protocol import Backend, ServerBackend
+from dflash_serve.adapter.registry import EMBEDDED, choose_drafter, server_backend
+from dflash_serve.answers.prompts import template_kwargs
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, describe, without_nulls
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, load_deployment
-from dflash_serve.deployment_checks import block_size_of
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, raise_problems
-from dflash_serve.prompts import template_kwargs
-from dflash_serve.server_adapter import drafting_argument, resolve
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
 

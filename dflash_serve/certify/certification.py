@@ -16,23 +16,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_serve.backend import EMBEDDED, LookingBackend, Prompt, server_backend
+from dflash_serve.adapter.launch import resolve, running_server
+from dflash_serve.adapter.protocol import LookingBackend
+from dflash_serve.adapter.registry import EMBEDDED, server_backend
+from dflash_serve.answers.engine import Prompt
+from dflash_serve.answers.prompts import BUNDLED, prompts_digest, read_prompt_set, with_variables
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
-from dflash_serve.catalogue import catalogue
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome
+from dflash_serve.checkpoint.catalogue import catalogue
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import BUNDLED, prompts_digest, read_prompt_set, with_variables
-from dflash_serve.server_adapter import resolve, running_server
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.questions import FEWEST, WITH, WITHOUT, VerifyPlan
 from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair

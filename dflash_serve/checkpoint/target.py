@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dflash_serve.checkpoint.config import FULL, SLIDING
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.deployment import Model, Quantization
+from dflash_serve.deployment.description import Model, Quantization
 from dflash_serve.errors import UserError
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")

@@ -17,18 +17,19 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from dflash_serve.backend import Chunk, Engine, Prompt, RequestOutput, embedded_backend
+from dflash_serve.adapter.checks import block_size_of
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.answers.engine import Chunk, Engine, Prompt, RequestOutput
+from dflash_serve.answers.llm import LLM
+from dflash_serve.answers.prompts import context_needed, task_prompts, template_kwargs, with_variables
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import require_file, write_whole
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.common.settings import Frozen, describe
-from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_size_of
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.llm import LLM
-from dflash_serve.prompts import context_needed, task_prompts, template_kwargs, with_variables
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
 

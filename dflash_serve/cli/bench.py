@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from dflash_serve.backend import EMBEDDED
+from dflash_serve.adapter.registry import EMBEDDED
 from dflash_serve.cli import options
 from dflash_serve.common.extras import need
 from dflash_serve.errors import UserError

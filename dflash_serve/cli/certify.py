@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from dflash_serve.backend import EMBEDDED
+from dflash_serve.adapter.registry import EMBEDDED
+from dflash_serve.answers.prompts import BUNDLED, read_prompt_set
 from dflash_serve.cli import bench as sweep
 from dflash_serve.cli import options
 from dflash_serve.common.extras import need
@@ -22,7 +23,6 @@ from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
 from dflash_serve.common.store import resumable
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import BUNDLED, read_prompt_set
 
 Minutes = Annotated[float, Option(help="Time for everything; what does not fit is listed as not tested.", min=1)]
 DatasetName = Annotated[str | None, Option(help=f"{sweep.DATASETS} [default: the bundled prompts]")]

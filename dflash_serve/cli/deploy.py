@@ -12,15 +12,16 @@ from typing import Annotated, cast, get_args
 import typer
 import yaml
 
-from dflash_serve.backend import installed, server_backend
+from dflash_serve.adapter.launch import HINT, resolve
+from dflash_serve.adapter.registry import installed, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.chart import Form, Workload, render, workload_of
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, load_deployment
+from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
-from dflash_serve.server_adapter import HINT, resolve
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 """Names that Kubernetes and Helm take; a Helm release has at most 53 characters."""

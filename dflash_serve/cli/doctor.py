@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash_serve.backend import embedded_backend
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.answers.prompts import read_prompt_set, template_kwargs
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair, number, survival_text
 from dflash_serve.client.endpoint import Endpoint
@@ -21,7 +22,6 @@ from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import read_prompt_set, template_kwargs
 
 if TYPE_CHECKING:
     from dflash_serve.doctor.diagnosis import SuspectReport

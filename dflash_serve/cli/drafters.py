@@ -17,8 +17,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dflash_serve.backend import Backend, backend, installed
-from dflash_serve.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
+from dflash_serve.adapter.checks import check_pairing, pairing_notes
+from dflash_serve.adapter.protocol import Backend
+from dflash_serve.adapter.registry import backend, installed
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
 from dflash_serve.checkpoint.source import PROVENANCE, target_source
@@ -28,7 +30,6 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
 from dflash_serve.common.files import require_writable
-from dflash_serve.deployment_checks import check_pairing, pairing_notes
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 FULL = (

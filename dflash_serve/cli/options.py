@@ -14,12 +14,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dflash_serve.backend import Backend as InstalledBackend
-from dflash_serve.backend import choose_drafter
+from dflash_serve.adapter.arguments import from_words
+from dflash_serve.adapter.protocol import Backend as InstalledBackend
+from dflash_serve.adapter.registry import choose_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.settings import ENV_PREFIX
-from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.engine_args import from_words
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 
 BUNDLED = "smollm2"  # The target and drafter that need no download

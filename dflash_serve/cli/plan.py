@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from dflash_serve.backend import server_backend
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:

@@ -17,14 +17,15 @@ from typing import Annotated
 
 import typer
 
-from dflash_serve.backend import EMBEDDED, Command, Preview, server_backend
+from dflash_serve.adapter.launch import HINT, Launch, drafting_argument, resolve
+from dflash_serve.adapter.protocol import Command, Preview
+from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import missing_program, require_program
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
-from dflash_serve.server_adapter import HINT, Launch, drafting_argument, resolve
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]

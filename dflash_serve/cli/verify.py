@@ -11,16 +11,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash_serve.backend import EMBEDDED, Prompt, backend, server_backend
+from dflash_serve.adapter.registry import EMBEDDED, backend, server_backend
+from dflash_serve.answers.engine import Prompt
+from dflash_serve.answers.prompts import prompts_digest, read_prompt_set, template_kwargs
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.store import resumable
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import prompts_digest, read_prompt_set, template_kwargs
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice, two_servers
 

@@ -18,7 +18,7 @@ from itertools import chain
 from threading import Lock
 from typing import Any
 
-from dflash_serve.backend import Prompt, template_variables
+from dflash_serve.answers.engine import Prompt, template_variables
 from dflash_serve.client.metrics import MetricsSource
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError

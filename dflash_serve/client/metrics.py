@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dflash_serve.backend import backend, installed
+from dflash_serve.adapter.counters import PREFIX
+from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.errors import UserError
-from dflash_serve.slot_counters import PREFIX
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests

@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 import yaml
 
-from dflash_serve.backend import EngineFacts, backend, server_backend
+from dflash_serve.adapter.checks import uses_drafter
+from dflash_serve.adapter.facts import EngineFacts
+from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import read_target_layout, target_configuration
-from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import uses_drafter
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 
 from .dashboard import dashboard

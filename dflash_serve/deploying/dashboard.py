@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dflash_serve.backend import EngineFacts, Line, backend, installed
+from dflash_serve.adapter.facts import EngineFacts, Line
+from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.common.prometheus import gauge, quantile, rate
 
 Document = Mapping[str, object]

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 
 Schema = dict[str, Any]
 

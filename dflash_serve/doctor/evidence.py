@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
 
-from dflash_serve.backend import Engine, InProcessBackend, Prompt
+from dflash_serve.adapter.protocol import InProcessBackend
+from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total

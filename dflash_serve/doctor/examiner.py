@@ -15,19 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.backend import Engine, Prompt, embedded_backend, template_variables
+from dflash_serve.adapter.checks import block_size_of, uses_drafter
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.answers.engine import Engine, Prompt, template_variables
+from dflash_serve.answers.prompts import context_needed, prompts_digest, with_variables
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.store import resumable
-from dflash_serve.deployment import Deployment, KVCacheSettings, Limits, Parallel, Serving
-from dflash_serve.deployment_checks import block_size_of, uses_drafter
+from dflash_serve.deployment.description import Deployment, KVCacheSettings, Limits, Parallel, Serving
 from dflash_serve.doctor.diagnosis import SuspectReport
 from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation, interview
 from dflash_serve.doctor.examination import Examination, PairReport
 from dflash_serve.errors import UserError, raise_problems
-from dflash_serve.prompts import context_needed, prompts_digest, with_variables
 from dflash_serve.speculation.params import SamplingParams
 
 Progress = Callable[[str, int], None]

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dflash_serve.backend import backend, server_backend
+from dflash_serve.adapter.launch import resolve
+from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import commit, now, versions
 from dflash_serve.common.settings import overlay
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
-from dflash_serve.server_adapter import resolve
 
 JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
 OFF, AUTO = "off", "auto"

@@ -13,6 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dflash_serve.adapter.checks import (
+    block_problems,
+    check_pairing,
+    expert_block_problems,
+    head_problems,
+    length_problems,
+)
+from dflash_serve.adapter.launch import kv_bytes_each
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
@@ -26,14 +34,7 @@ from dflash_serve.checkpoint.target import (
 )
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.settings import describe
-from dflash_serve.deployment import Deployment, Parallel
-from dflash_serve.deployment_checks import (
-    block_problems,
-    check_pairing,
-    expert_block_problems,
-    head_problems,
-    length_problems,
-)
+from dflash_serve.deployment.description import Deployment, Parallel
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
@@ -54,7 +55,6 @@ from dflash_serve.planning.step_times import (
     priced,
     shipped_configuration,
 )
-from dflash_serve.server_adapter import kv_bytes_each
 
 USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
 """Shape of most published DFlash drafters (z-lab)."""

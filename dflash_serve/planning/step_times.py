@@ -34,7 +34,8 @@ from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_
 from dflash_serve.checkpoint.files import QUANT_CONFIG
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
-from dflash_serve.deployment import GPUS, Gpu, Model
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.errors import first_line
 
 LIBRARY = "aiconfigurator_core"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dflash_serve.backend import Conversation, Engine, Stream
-from dflash_serve.chat_template import encode_text, render_messages
+from dflash_serve.answers.chat_template import encode_text, render_messages
+from dflash_serve.answers.engine import Conversation, Engine, Stream
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams

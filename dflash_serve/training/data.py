@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_serve.backend import Conversation, Engine, embedded_backend
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.answers.engine import Conversation, Engine
+from dflash_serve.answers.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.store import digest
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
-from dflash_serve.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training.answers import AnswerServer, Completion, Request, ask
 from dflash_serve.training.parallel import ALONE, Processes

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 
-from dflash_serve.backend import Conversation, Prompt, template_variables
+from dflash_serve.answers.engine import Conversation, Prompt, template_variables
 from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.params import SamplingParams
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from dflash_serve.backend import EMBEDDED, Chunk, Engine, Prompt, ServerBackend, Stream, embedded_backend
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.adapter.registry import EMBEDDED, embedded_backend
+from dflash_serve.answers.engine import Chunk, Engine, Prompt, Stream
 from dflash_serve.client.endpoint import TOKEN_IDS, UNITS, Endpoint, Reply, ScoredToken
 from dflash_serve.client.metrics import ServerReading
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.processes import PATIENCE_SECONDS
-from dflash_serve.deployment import Deployment, Speculation
+from dflash_serve.deployment.description import Deployment, Speculation
 from dflash_serve.errors import UserError, raise_problems
-from dflash_serve.server_adapter import running_server
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.verify.questions import WITH, WITHOUT, Precision, Question

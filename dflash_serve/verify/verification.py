@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from operator import itemgetter
 from zlib import crc32
 
-from dflash_serve.backend import Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.client.endpoint import Reply
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint.formats import QuantizedTensor, Weight, dequantized, quantize
 from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 from .calibration import embedded_engine, greedy_answers

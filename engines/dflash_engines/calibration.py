@@ -14,18 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dflash_serve.backend import Engine, RequestOutput, embedded_backend
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.answers.engine import Engine, RequestOutput
+from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.models.target import TargetModel
-from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.params import SamplingParams
 
 from .pipeline import Measured, Work

@@ -16,7 +16,7 @@ from dflash_serve.checkpoint.files import MANIFEST, file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import sha256, write_whole
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 
 from .pipeline import Done, Measured, Source, Step, Work, run, verify_output

@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt, ValidationError
 
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError, did_you_mean
 
 Format = Literal["fp8", "nvfp4"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 
 from .pipeline import Measured, Work, quietly

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_serve.backend import Releases
+from dflash_serve.adapter.facts import Releases
 from dflash_sglang import facts as sglang
 from dflash_sglang.checks import CAPTURING, CAPTURING_FOR_DSPARK
 from dflash_sglang.plugin.refusals import with_min_p

@@ -11,10 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.arguments import pinned_parser
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import GPUS, Deployment
-from dflash_serve.engine_args import pinned_parser
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GPUS
 from dflash_sglang import SGLangBackend
 from dflash_sglang.backend import draft_kernels
 from dflash_sglang.engine_arguments import PINNED, _parser

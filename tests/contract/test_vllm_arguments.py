@@ -16,9 +16,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.arguments import ArgumentTable, pinned_parser
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import GPUS, Deployment
-from dflash_serve.engine_args import ArgumentTable, pinned_parser
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GPUS
 from dflash_vllm import VLLMBackend
 from dflash_vllm.backend import KEYS_MIDDLEWARE, LAUNCHER
 from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser

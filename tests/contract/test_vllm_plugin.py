@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.adapter.counters import ACCEPTED, OFFERED, STEPS
 from dflash_serve.common.prometheus import Scrape
-from dflash_serve.slot_counters import ACCEPTED, OFFERED, STEPS
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.width import AutoWidth
 from dflash_vllm.facts import FACTS, GUESSED_COSTS
@@ -49,7 +49,7 @@ def without_our_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def beside_an_unknown_release(without_our_classes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.34.0")
+    monkeypatch.setattr("dflash_serve.adapter.facts.version", lambda _: "0.34.0")
 
 
 def logger_class() -> Callable[..., Any]:
@@ -151,7 +151,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     run = SimpleNamespace(costs=lambda: None, survival=lambda: None, drafter=None, keep=lambda *_: None)
     guess = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 0.1, 64: 0.1})
     monkeypatch.setenv(GUESSED_COSTS, guess.model_dump_json())
-    monkeypatch.setattr("dflash_serve.last_run.recorded_survival", lambda _: None)
+    monkeypatch.setattr("dflash_serve.adapter.last_run.recorded_survival", lambda _: None)
     monkeypatch.setattr(module, "_last_run", lambda _: run)
     monkeypatch.setattr(module, "proof", lambda: None)
     monkeypatch.setattr(Scheduler, "__init__", begin)

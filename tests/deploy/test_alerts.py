@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve.backend import backend
+from dflash_serve.adapter.registry import backend
 from tests.support.chart import BACKENDS, ROOT, Manifest, of_kind, only, pods, recipe_deployment, render, values
 from tests.support.debian import promtool
 

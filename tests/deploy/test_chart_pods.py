@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve.backend import backend as backend_named
+from dflash_serve.adapter.registry import backend as backend_named
 from tests.support.chart import (
     BACKENDS,
     CASES,

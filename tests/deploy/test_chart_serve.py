@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, Manifest, config, of_kind, pods, recipe_deployment, render, server, values
 from tests.support.offline_hub import offline_hub

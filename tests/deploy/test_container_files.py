@@ -15,7 +15,7 @@ import pytest
 from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 
-from dflash_serve.backend import backend
+from dflash_serve.adapter.registry import backend
 from dflash_serve.deploying.chart import KNOWN as BACKENDS
 from tests.support.chart import render, server, server_pod, values
 

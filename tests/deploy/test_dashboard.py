@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dflash_serve.backend import MetricNames, backend, installed
+from dflash_serve.adapter.facts import MetricNames
+from dflash_serve.adapter.registry import backend, installed
 from tests.support.debian import promtool
 from tests.support.embedded import PROMPTS, tiny_engine
 from tests.support.promql import BOARD, PREFIXES, asked, engines_of, exported, expressions, missing, variables

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from dflash_serve.backend import backend
+from dflash_serve.adapter.registry import backend
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from tests.support.chart import BACKENDS, DIGEST
 from tests.support.helm import HELM_4, helm

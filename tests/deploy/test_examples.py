@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment.layers import load_deployment
 from tests.support.chart import ROOT, render, server_pod, values
 from tests.support.offline_hub import offline_hub
 

@@ -11,11 +11,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dflash_serve import backend as registry
-from dflash_serve.backend import Command, EngineFacts, Preview, Probes
+from dflash_serve.adapter import registry
+from dflash_serve.adapter.facts import EngineFacts, Probes
+from dflash_serve.adapter.protocol import Command, Preview
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import BACKEND_GROUP, Deployment
+from dflash_serve.deployment.description import BACKEND_GROUP, Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_torch.facts import FACTS
 from tests.support.chart import DIGEST, Manifest, only, render, server, server_pod

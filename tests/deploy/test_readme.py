@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve.backend import backend
+from dflash_serve.adapter.registry import backend
 from tests.support.chart import HELMS
 from tests.support.helm import Layer, helm
 from tests.support.offline_hub import offline_hub

@@ -38,7 +38,7 @@ from dflash_serve.checkpoint.files import read_manifest
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
 from dflash_serve.checkpoint.reader import load_weights, read_config
 from dflash_serve.checkpoint.tensors import FUSED, Quantization
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from tests.support.built import flip_last_byte
 from tests.support.engine_readers import FUSED_BY
 from tests.support.tiny import quantized_state as stand_in

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import template_variables
+from dflash_serve.answers.engine import template_variables
 from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.certify import certification
 from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine

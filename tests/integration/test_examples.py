@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dflash_serve.deployment import load_deployment
-from dflash_serve.prompts import jsonl_prompts
+from dflash_serve.answers.prompts import jsonl_prompts
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.training.recipe import load_recipe
 from tests.house import ROOT
 from tests.support.embedded import tiny_engine

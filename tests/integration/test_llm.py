@@ -48,7 +48,7 @@ def test_the_stream_adds_up_to_the_answer(llm: LLM) -> None:
 
 
 def test_an_answer_without_max_tokens_has_a_default_length(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_serve.llm.MAX_TOKENS", 5)
+    monkeypatch.setattr("dflash_serve.answers.llm.MAX_TOKENS", 5)
     unsaid = SamplingParams(temperature=0, ignore_eos=True)
     assert len(llm.generate("the quick", unsaid)[0].token_ids) == 5
     assert (

@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_serve.adapter.launch import resolve
 from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common import extras
 from dflash_serve.common.processes import free_port
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import resolve
 from dflash_torch.backend import EmbeddedBackend, backend
 from dflash_torch.server import __main__ as server_process
 from tests.support.embedded import tiny_engine

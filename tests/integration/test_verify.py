@@ -19,7 +19,7 @@ import torch
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.client.metrics import read_acceptance
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from tests.support.eagle3 import write_eagle3_head
 from tests.support.sglang_server import Berth, OnCpu, fleet
 from tests.support.tiny_target import write_tiny_target

@@ -15,7 +15,8 @@ import pytest
 import requests
 
 from dflash_serve.common.processes import free_port
-from dflash_serve.deployment import GIB, Deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB
 from dflash_sglang import SGLangBackend
 from dflash_sglang.engine_arguments import _parser
 from dflash_sglang.launch_plan import HOST_RESERVE

@@ -92,7 +92,7 @@ def test_beside_another_sglang_we_step_aside(
     """Even a draft that we would refuse is then SGLang's own business."""
     from dflash_sglang.plugin import before_resolution, before_worker
 
-    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.5.24")
+    monkeypatch.setattr("dflash_serve.adapter.facts.version", lambda _: "0.5.24")
     monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "auto")
     asked: Any = SimpleNamespace(speculative_algorithm="DFLASH", speculative_draft_model_path=str(tmp_path))
     resolved: list[Any] = []

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.adapter.counters import STEPS
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
-from dflash_serve.slot_counters import STEPS
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.training.answers import AnswerServer, Request, ask
 from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan

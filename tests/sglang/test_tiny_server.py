@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.deployment import COST_TABLE, Deployment
-from dflash_serve.slot_counters import ACCEPTED, STEPS
+from dflash_serve.adapter.counters import ACCEPTED, STEPS
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import COST_TABLE
 from dflash_sglang.facts import DRAFT_SECONDS, FACTS
 from tests.support.promql import exported, missing
 from tests.support.sglang_server import Berth, OnCpu, Server, deployment, fleet, tiny_pair

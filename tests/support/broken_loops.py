@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_serve.backend import Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.speculation import sampling
 from dflash_serve.speculation.acceptance import accept_matching, accept_sampled
 from dflash_serve.speculation.noise import draw

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_serve.backend import Engine, Prompt, RequestOutput
+from dflash_serve.answers.engine import Engine, Prompt, RequestOutput
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from dflash_serve.prompts import human_eval_prompts
+from dflash_serve.answers.prompts import human_eval_prompts
 
 GSM8K_VARIABLE = "DFLASH_SERVE_GSM8K"
 """A JSONL file of {"prompt": ...} rows to use instead of our own word problems."""

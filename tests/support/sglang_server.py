@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import Command
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.prometheus import Samples
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import running_server
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
 from dflash_sglang.launch_plan import SGLangPlan

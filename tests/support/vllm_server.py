@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import Command
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import Command
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.prometheus import Samples
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import running_server
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 from dflash_vllm.launch_plan import VLLMPlan

@@ -8,11 +8,12 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from dflash_serve.backend import Backend, backend, choose_drafter, installed
-from dflash_serve.catalogue import best_drafter, catalogue, drafters_of
+from dflash_serve.adapter.protocol import Backend
+from dflash_serve.adapter.registry import backend, choose_drafter, installed
+from dflash_serve.checkpoint.catalogue import best_drafter, catalogue, drafters_of
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_torch.facts import FACTS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.chat_template import render_messages
+from dflash_serve.answers.chat_template import render_messages
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
 from tests.support.tiny_target import write_tiny_target

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve import deployment
-from dflash_serve.deployment import INSTEAD, SECRET, Deployment, load_deployment
+from dflash_serve.deployment import description as deployment
+from dflash_serve.deployment.description import INSTEAD, SECRET, Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.backend import server_backend
-from dflash_serve.deployment import Deployment
-from dflash_serve.deployment_checks import block_problems, changed_files, layer_problems
-from dflash_serve.server_adapter import LaunchPlan, resolve
+from dflash_serve.adapter.checks import block_problems, changed_files, layer_problems
+from dflash_serve.adapter.launch import LaunchPlan, resolve
+from dflash_serve.adapter.registry import server_backend
+from dflash_serve.deployment.description import Deployment
 from tests.support.built import flip_last_byte, seal
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.support.tiny import tiny_drafter_config

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_serve.backend import server_backend
+from dflash_serve.adapter.launch import resolve
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.deployment import BACKENDS, Deployment
+from dflash_serve.deployment.description import BACKENDS, Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target, load_tokenizer
-from dflash_serve.server_adapter import resolve
 from tests.support.tiny import edit_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import JsonValue
 
-from dflash_serve.engine_args import ArgumentTable, EngineParser, add_flag, from_words
+from dflash_serve.adapter.arguments import ArgumentTable, EngineParser, add_flag, from_words
 from dflash_serve.errors import UserError
 
 

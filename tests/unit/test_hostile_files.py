@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dflash_serve.adapter.arguments import own_parser
+from dflash_serve.adapter.last_run import LastRun
+from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint import writer
 from dflash_serve.checkpoint.files import read_headers, read_manifest
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
@@ -27,12 +30,10 @@ from dflash_serve.common.documents import read_json, read_yaml
 from dflash_serve.common.files import whole_folder
 from dflash_serve.common.http import Connection, read_keys
 from dflash_serve.common.store import Store, read_record
-from dflash_serve.deployment import Model, load_deployment
-from dflash_serve.engine_args import own_parser
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import LONGEST, MOST_LINES, Problem, UserError, listed
-from dflash_serve.last_run import LastRun
 from dflash_serve.models.drafter import read_hot_tokens
-from dflash_serve.prompts import jsonl_prompts
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.training import shards
 from tests.support.tiny import write_tiny_drafter

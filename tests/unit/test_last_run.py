@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.adapter.last_run import EVERY, LEAST, KeptWidth, LastRun
 from dflash_serve.checkpoint.source import record_survival
-from dflash_serve.deployment import SURVIVAL, Model
-from dflash_serve.last_run import EVERY, LEAST, KeptWidth, LastRun
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.variables import SURVIVAL
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step
 from dflash_serve.speculation.width import AutoWidth
@@ -41,7 +42,7 @@ def learn(policy: AutoWidth, accepted: int, clock: list[float], seconds: float |
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("dflash_serve.last_run.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dflash_serve.adapter.last_run.time.monotonic", lambda: now[0])
     return now
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import ServerBackend, server_backend
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.common.json_log import JsonFormatter
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 TRACES = "http://collector.monitoring:4317"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dflash_serve import prompts
-from dflash_serve.deployment import Model
+from dflash_serve.answers import prompts
+from dflash_serve.answers.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
 from dflash_serve.training.data import written_prompts
 from dflash_serve.training.recipe import DatasetPrompts
 from tests.support.paper_models import write_paper_target

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve import slot_counters as ours
+from dflash_serve.adapter import counters as ours
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
 from dflash_serve.checkpoint.writer import write_drafter

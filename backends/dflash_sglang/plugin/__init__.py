@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_serve.common.key_guard import KeyGuard
-from dflash_serve.deployment import given_cost, given_survival
+from dflash_serve.deployment.variables import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import FACTS, RELEASES
 from dflash_sglang.launch_plan import AUTO, DFLASH, WIDTH_VARIABLE, asked_width

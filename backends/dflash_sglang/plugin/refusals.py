@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dflash_serve.adapter.checks import layer_problems
 from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import ALIASES, plain_only
-from dflash_serve.deployment_checks import layer_problems
 from dflash_serve.errors import Problem
 from dflash_sglang.launch_plan import head_problems
 

@@ -8,7 +8,7 @@ from itertools import compress
 from time import perf_counter
 from typing import Any
 
-from dflash_serve.slot_counters import SlotCounters
+from dflash_serve.adapter.counters import SlotCounters
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.facts import DRAFT_SECONDS
 

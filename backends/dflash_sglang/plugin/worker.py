@@ -15,10 +15,11 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from dflash_serve.adapter.last_run import KeptWidth, LastRun
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.deployment import Model, given_cost
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, WidthPolicy
 from dflash_sglang.launch_plan import asked_width, narrow_widths

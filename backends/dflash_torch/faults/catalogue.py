@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.backend import Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.checkpoint.config import DrafterConfig, RopeConfig, Slots, uniform_target_layer_ids
 from dflash_serve.doctor.evidence import Fault
 from dflash_serve.models.attention import Attend

@@ -19,7 +19,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dflash_serve.backend import Prompt, RequestOutput
+from dflash_serve.answers.engine import Prompt, RequestOutput
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.doctor.evidence import Prediction, Steps, distance
 from dflash_serve.models.drafter import Drafter

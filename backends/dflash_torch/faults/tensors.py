@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_serve.backend import Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter, propose, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions

@@ -21,7 +21,7 @@ from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import JsonFormatter, make_stderr_unfailing
 from dflash_serve.common.settings import describe, refuse_misspelt
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError, first_line
 
 from ..facts import SETTINGS_PREFIX

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash_serve.backend import FinishReason
-from dflash_serve.chat_template import render_messages, template_of
+from dflash_serve.answers.chat_template import render_messages, template_of
+from dflash_serve.answers.engine import FinishReason
 from dflash_serve.errors import UserError
 
 from ..answer import could_begin

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
-from dflash_serve.backend import Chunk, FinishReason, TokenLogprob
+from dflash_serve.answers.engine import Chunk, FinishReason, TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from ..answer import Answer

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from dflash_serve.backend import Chunk
-from dflash_serve.chat_template import encode_text
+from dflash_serve.answers.chat_template import encode_text
+from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dflash_serve.backend import Chunk
+from dflash_serve.adapter.counters import COUNTERS, slot_counts
+from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
-from dflash_serve.slot_counters import COUNTERS, slot_counts
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .. import facts

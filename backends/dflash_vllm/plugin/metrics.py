@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from dflash_serve.slot_counters import TRIMMED, SlotCounters
+from dflash_serve.adapter.counters import TRIMMED, SlotCounters
 
 from . import METHODS, STRICT, is_ours, proof
 from .widths import trims

@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dflash_serve.deployment import Model
-from dflash_serve.last_run import LastRun
+from dflash_serve.adapter.last_run import LastRun
+from dflash_serve.deployment.description import Model
 from dflash_vllm.facts import GUESSED_COSTS, RELEASES
 
 from . import proof

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dflash_serve.deployment import given_cost
+from dflash_serve.adapter.last_run import KeptWidth, LastRun
+from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
-from dflash_serve.last_run import KeptWidth, LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_vllm.facts import GUESSED_COSTS

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import server_backend
-from dflash_serve.deployment import Deployment, load_deployment
-from dflash_serve.engine_args import pinned_parser
-from dflash_serve.server_adapter import resolve
+from dflash_serve.adapter.arguments import pinned_parser
+from dflash_serve.adapter.launch import resolve
+from dflash_serve.adapter.registry import server_backend
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from tests.support.tiny import edit_json
 
 EVERYTHING: dict[str, Any] = {

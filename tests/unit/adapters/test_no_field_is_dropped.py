@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
+from dflash_serve.adapter.launch import resolve
 from dflash_serve.common.settings import fields_below, overlay
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import resolve
 from tests.support.golden_deployments import hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 from tests.unit.adapters.test_promises import ENGINES, adapter, every_engine

@@ -14,16 +14,18 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dflash_serve.backend import InProcessBackend, backend, server_backend
+from dflash_serve.adapter.launch import ServerAdapter, resolve
+from dflash_serve.adapter.protocol import InProcessBackend
+from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint import reader
 from dflash_serve.checkpoint.files import read_headers
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import ServerAdapter, resolve
 from tests.support.built import flip_last_byte, seal
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
@@ -194,7 +196,7 @@ def test_a_context_that_leaves_no_room_is_found(engine: str, tmp_path: Path) -> 
 def test_only_tested_releases_pass(
     engine: str, version: str, fits: bool, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_serve.backend.version", lambda _: version)
+    monkeypatch.setattr("dflash_serve.adapter.facts.version", lambda _: version)
     releases = import_releases(engine)
     assert [problem.what for problem in releases.problems(version)] == (
         [] if fits else [f"{releases.title} {version} is not supported, tested {adapter(engine).releases}"]

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.adapter.registry import backend
 from dflash_serve.bench.results import ReportData
 from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.common.provenance import Environment
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_tensorrt_llm import TensorRTLLMBackend

@@ -13,7 +13,7 @@ import pytest
 from dflash_serve.bench.aiperf import RequestSettings
 from dflash_serve.bench.results import ReportData, Run, as_html, as_json, colours
 from dflash_serve.common.provenance import Environment, environment
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.bench_sites import settings
 

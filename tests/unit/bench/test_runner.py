@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import Command
+from dflash_serve.adapter.protocol import Command
 from dflash_serve.bench.aiperf import Aiperf, Figures, Job
 from dflash_serve.bench.runner import Bench
 from dflash_serve.common.http import page_status
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_torch.facts import FACTS
 from tests.support.bench_sites import settings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import backend, server_backend
+from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.bench.aiperf import Aiperf, Dataset, Job, RequestSettings, find_aiperf, read_figures
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import (
@@ -22,7 +22,7 @@ from dflash_serve.bench.settings import (
     overlay_variants,
     schedule,
 )
-from dflash_serve.deployment import Deployment, Model, Speculation
+from dflash_serve.deployment.description import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
 from tests.support.bench_sites import settings
 from tests.support.paper_models import write_paper_drafter, write_paper_target

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_serve.catalogue import CataloguedDrafter, catalogue
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue
 from tests.unit.checkpoint.published import KIMI, PUBLISHED, QWEN3, QWEN35, SLIDING, Published
 
 Raw = dict[str, object]

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from dflash_engines.recipe import load_recipe
-from dflash_serve.catalogue import catalogue
+from dflash_serve.checkpoint.catalogue import catalogue
 from dflash_serve.checkpoint.source import drafter_folder, probably_meant, target_folder
 from dflash_serve.errors import UserError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.adapter.checks import check_pairing, pairing_notes
 from dflash_serve.checkpoint.target import TargetShape, read_target_shape
-from dflash_serve.deployment_checks import check_pairing, pairing_notes
 from dflash_serve.errors import UserError
 from tests.support.tiny import tiny_drafter_config
 

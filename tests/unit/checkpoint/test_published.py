@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_serve.backend import Backend, backend
-from dflash_serve.catalogue import CataloguedDrafter
+from dflash_serve.adapter.protocol import Backend
+from dflash_serve.adapter.registry import backend
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, expected_tensors
 from dflash_serve.checkpoint.reader import DIALECTS, parse
 from dflash_serve.errors import Problem

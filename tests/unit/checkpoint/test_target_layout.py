@@ -10,7 +10,7 @@ import pytest
 
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
 from dflash_serve.checkpoint.target_config import read_target_config
-from dflash_serve.deployment import Model, Quantization
+from dflash_serve.deployment.description import Model, Quantization
 from dflash_serve.errors import UserError
 from tests.support.paper_models import write_paper_target
 from tests.support.tiny import edit_json

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve import deployment_checks
-from dflash_serve.catalogue import AUTO, Catalogue
+from dflash_serve.adapter import checks
+from dflash_serve.checkpoint.catalogue import AUTO, Catalogue
 from dflash_serve.cli import answers
-from dflash_serve.deployment import Deployment, Model
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
 
@@ -26,7 +26,7 @@ def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None
     ]
     unknown = {"revision": None, "licence": None, "acceptance_length": (), "source": "a test"}
     made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row} for row in rows]})
-    monkeypatch.setattr("dflash_serve.catalogue.catalogue", lambda: made)
+    monkeypatch.setattr("dflash_serve.checkpoint.catalogue.catalogue", lambda: made)
 
 
 def test_evaluate_measures_it_by_its_name(
@@ -89,7 +89,7 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         asked.append((name, revision))
         raise UserError("seen")
 
-    monkeypatch.setattr(deployment_checks, "read_config", read)
+    monkeypatch.setattr(checks, "read_config", read)
     given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
     with pytest.raises(UserError, match="seen"):
         answers._with_width(None, given)

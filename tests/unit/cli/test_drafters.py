@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.checks import pairing_notes
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import DIALECTS, read_config
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.cli.drafters import To
 from dflash_serve.cli.main import app
-from dflash_serve.deployment_checks import pairing_notes
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import head_weight, load_drafter
 from tests.support.tiny import (

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dflash_serve.backend import Engine
+from dflash_serve.answers.engine import Engine
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import total
 from dflash_torch.backend import EmbeddedBackend

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_serve.backend import Engine, Prompt
+from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.cli import answers
 from dflash_serve.cli.answers import TimedRun
 from dflash_serve.speculation.params import SamplingParams

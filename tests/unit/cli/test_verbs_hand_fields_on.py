@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-from dflash_serve.backend import ServerBackend
+from dflash_serve.adapter.last_run import LastRun
+from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.common.settings import overlay
-from dflash_serve.deployment import Deployment, Model, load_deployment
+from dflash_serve.deployment.description import Deployment, Model
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.doctor import examiner
 from dflash_serve.doctor.examiner import reference_deployment
 from dflash_serve.errors import raise_problems
-from dflash_serve.last_run import LastRun
 from tests.support.command_line import call
 from tests.unit.adapters.test_no_field_is_dropped import fields_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.backend import Conversation
+from dflash_serve.answers.engine import Conversation
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import API_KEY_ENV, RefusedError, page_status, read_api_key
 from dflash_serve.errors import UserError

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.backend import Command, Preview, ServerBackend
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.protocol import Command, Preview, ServerBackend
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common import processes
 from dflash_serve.common.http import page_status
 from dflash_serve.common.processes import sigterm_interrupts
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
-from dflash_serve.server_adapter import running_server
 from dflash_torch.facts import FACTS
 from tests.support.serving import until
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.adapter.last_run import KeptWidth
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
-from dflash_serve.last_run import KeptWidth
 from dflash_serve.speculation.costs import CostModel
 from dflash_torch import backend
 from tests.support.tiny import write_quantized_drafter

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dflash_serve import SamplingParams
-from dflash_serve.backend import Chunk
+from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
 from dflash_torch.engine import EmbeddedEngine, EngineStream
 from dflash_torch.model_runner import Runner

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve import SamplingParams
-from dflash_serve.backend import Chunk
+from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
 from dflash_torch.answer import Answer
 from dflash_torch.engine import EmbeddedEngine

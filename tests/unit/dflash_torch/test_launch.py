@@ -13,7 +13,8 @@ import torch
 
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
-from dflash_serve.deployment import Deployment, Model, load_deployment
+from dflash_serve.deployment.description import Deployment, Model
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_target
 from dflash_torch import launch

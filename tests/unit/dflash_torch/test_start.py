@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.compiled import operators
 from dflash_serve.models.compiled.build import find_compiler, load_kernels

@@ -10,15 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 
+from dflash_serve.answers.prompts import with_variables
 from dflash_serve.cli import doctor
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.store import Store
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.doctor.examiner import examine, examine_apart
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import with_variables
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy

@@ -17,7 +17,7 @@ from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Acceptance
 from dflash_serve.checkpoint.formats import E2M1, Format, QuantizedTensor
 from dflash_serve.checkpoint.reader import load_weights, read_config
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter

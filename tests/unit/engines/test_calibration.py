@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from dflash_engines.calibration import AMAX, ANSWERS, OPENERS, answer, drafter_ranges, free_ranges, read_answers
 from dflash_engines.pipeline import Work
 from dflash_engines.recipe import Prompts
-from dflash_serve.backend import embedded_backend
-from dflash_serve.deployment import Deployment
+from dflash_serve.adapter.registry import embedded_backend
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from tests.support.tiny_target import write_tiny_pair

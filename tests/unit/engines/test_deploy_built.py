@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
 from dflash_engines.recipe import Recipe
-from dflash_serve.backend import backend as chosen_backend
+from dflash_serve.adapter.launch import resolve
+from dflash_serve.adapter.registry import backend as chosen_backend
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import load_deployment
-from dflash_serve.server_adapter import resolve
+from dflash_serve.deployment.layers import load_deployment
 from dflash_tensorrt_llm import backend
 from tests.support.built import seal
 from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter

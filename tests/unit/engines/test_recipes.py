@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from dflash_engines.cli import make_steps
 from dflash_engines.recipe import find_recipe, load_recipe
-from dflash_serve.backend import ServerBackend, backend
+from dflash_serve.adapter.launch import resolve
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.adapter.registry import backend
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
-from dflash_serve.server_adapter import resolve
 from tests.support.golden_deployments import hub
 
 __all__ = ["hub"]

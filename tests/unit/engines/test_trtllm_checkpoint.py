@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from dflash_engines.cli import find_sources
 from dflash_engines.recipe import Recipe
 from dflash_engines.trtllm_checkpoint import build_command, rank_config, reassemble, refuse
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 
 HEADS, KV, DIM, HIDDEN, INNER, VOCAB = 8, 2, 4, 16, 32, 64

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from dflash_serve.checkpoint.target_config import read_target_config
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import head_weight, load_target
 from dflash_torch import backend

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
-from dflash_serve.deployment import load_deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.planning import question, step_times
 from dflash_serve.planning.step_times import Pair, Roofline, Specification, Split, StepTimes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deployment import COST_TABLE, given_cost
+from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.planning.prediction import Load, Predictor, constants_of, known_constants
 from dflash_serve.planning.question import from_length

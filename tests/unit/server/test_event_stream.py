@@ -13,7 +13,7 @@ from openai._streaming import ServerSentEvent, SSEDecoder
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from dflash_serve.backend import TokenLogprob
+from dflash_serve.answers.engine import TokenLogprob
 from dflash_torch.server.responses import TokenNames
 from dflash_torch.server.routes import DONE, EventStream, ascii_json, unless_gone
 from dflash_torch.server.worker import ResponseStream

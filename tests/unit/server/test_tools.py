@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.backend import FinishReason
+from dflash_serve.answers.engine import FinishReason
 from dflash_torch.server.chat import CallReader
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call>'

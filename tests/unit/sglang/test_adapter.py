@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.reader import Checkpoint
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.launch_plan import WIDTH_VARIABLE
@@ -165,7 +165,7 @@ def test_attention_that_sglang_cannot_be_told_of_is_found(
 ) -> None:
     config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
     with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
-        patch.setattr("dflash_serve.server_adapter.open_checkpoint", lambda *_: Checkpoint(tmp_path, config=config))
+        patch.setattr("dflash_serve.adapter.launch.open_checkpoint", lambda *_: Checkpoint(tmp_path, config=config))
         found = problems(fields)
     assert message in found
     assert bool(found) == bool(message)

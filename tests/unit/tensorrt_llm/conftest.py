@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.upstream import Release
 from tests.support.golden_deployments import hub

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from tests.support.tiny import tiny_drafter_config
 from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
 

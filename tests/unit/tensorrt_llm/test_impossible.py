@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_tensorrt_llm.upstream import Release
 from tests.support.heads import HEADS
 from tests.support.tiny import SLIDING, SLIDING_BOTH_WAYS, edit_json, tiny_drafter_config, write_quantized_drafter

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_serve.deployment import Deployment
+from dflash_serve.deployment.description import Deployment
 from dflash_tensorrt_llm.engine_arguments import OTHER_CONFIG
 from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.engine_readers import tensorrt_llm_quantization

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.speculation.costs import CostModel
 from dflash_tensorrt_llm.launch_plan import draft_lengths, starving_from
 from dflash_tensorrt_llm.upstream import LlmArgs

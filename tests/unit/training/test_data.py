@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dflash_serve import LLM
-from dflash_serve.backend import Chunk
+from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_target, load_tokenizer

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_serve.backend import Conversation
+from dflash_serve.answers.engine import Conversation
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.errors import UserError

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dflash_serve.answers.prompts import read_prompt_set
 from dflash_serve.errors import UserError
-from dflash_serve.prompts import read_prompt_set
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, report_of, show, write_report

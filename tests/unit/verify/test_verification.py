@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_serve.backend import Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store

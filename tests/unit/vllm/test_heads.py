@@ -11,7 +11,7 @@ import pytest
 
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
-from dflash_serve.deployment import Deployment, Hardware
+from dflash_serve.deployment.description import Deployment, Hardware
 from dflash_vllm import VLLMBackend
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from tests.support.heads import HEADS

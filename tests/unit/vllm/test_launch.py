@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dflash_serve.checkpoint.config import AttentionKind
-from dflash_serve.deployment import COST_TABLE, SURVIVAL, Deployment, given_survival
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL, given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_vllm import VLLMBackend
@@ -109,7 +110,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 def test_a_short_rope_table_is_refused_where_vllm_does_not_make_it_longer(
     release: str, gpu: str, rope: object, served: bool, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_serve.backend.version", lambda _: release)
+    monkeypatch.setattr("dflash_serve.adapter.facts.version", lambda _: release)
     edit_json(Path(fields["drafter"]["model"]) / "config.json", {"max_position_embeddings": 128, "rope_scaling": rope})
     assert ("RoPE table has 128 positions" in whats(fields, hardware__gpu=gpu)) is not served
 
@@ -195,7 +196,7 @@ def test_beside_a_release_that_is_not_supported_arguments_are_held_against_the_p
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its parser stands is not known; that the release is not supported is all there is to say."""
-    monkeypatch.setattr("dflash_serve.backend.version", lambda _: "0.34.0")
+    monkeypatch.setattr("dflash_serve.adapter.facts.version", lambda _: "0.34.0")
     _parser.cache_clear()
     found = whats(fields, engine_args__vllm={"enable-lora": True}, serving__reasoning_parser="qwen3")
     _parser.cache_clear()

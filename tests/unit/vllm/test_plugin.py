@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_serve.deployment import COST_TABLE, Model
+from dflash_serve.adapter.last_run import LastRun
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.variables import COST_TABLE
 from dflash_serve.errors import UserError
-from dflash_serve.last_run import LastRun
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
@@ -100,7 +101,7 @@ SLOWER = 4.0
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LastRun:
     """No run before this one."""
-    monkeypatch.setattr("dflash_serve.last_run.cache_home", lambda: tmp_path / "cache")
+    monkeypatch.setattr("dflash_serve.adapter.last_run.cache_home", lambda: tmp_path / "cache")
     return LastRun(tmp_path, Model(model="target"))
 
 

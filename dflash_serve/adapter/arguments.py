@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from dflash_serve.deployment import Serving
+from dflash_serve.deployment.description import Serving
 from dflash_serve.errors import Problem, UserError, did_you_mean, first_line, shown
 
 EngineArgs = Mapping[str, JsonValue]

@@ -5,41 +5,21 @@ Priority of settings: flag > environment variable > YAML > default.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, create_model, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from dflash_serve.common.documents import CONFIG, TEXT, parse_json, read_text, read_yaml
 from dflash_serve.common.settings import (
-    ENV_PREFIX,
-    NESTED,
     Frozen,
     PositiveInt,
-    describe,
-    fields_below,
-    first_mistake,
-    overlay,
-    refuse_misspelt,
-    without_nulls,
 )
-from dflash_serve.errors import UserError, did_you_mean, first_line
+from dflash_serve.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from dflash_serve.speculation.costs import CostModel
-
-COST_TABLE = f"{ENV_PREFIX}COST_TABLE"  # Environment variable: a JSON file of measured step costs
-SURVIVAL = f"{ENV_PREFIX}SURVIVAL"
-"""Environment variable: survival of slots 1, 2, ..., separated by commas (`doctor`, `verify` and `bench` measure it).
-With a cost table, it gives the widths before launch: a table by batch size."""
-OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
+    pass
 SECRET = re.compile(
     r"(^|[-_])((api|access|private|secret)[-_]?keys?|(api|access|auth|bearer|hf)[-_]?token|password|passwd|secret"
     r"|credentials?)$",
@@ -53,12 +33,9 @@ INSTEAD = {
     "ssl-keyfile-password": "use a key file without a password that only the server can read, or TLS at a gateway",
 }
 """Name of a secret argument -> what to do instead."""
-GIB = 1 << 30
 BACKENDS = ("sglang", "tensorrt-llm", "torch", "vllm")
 """Backends of this project, which a deployment may name where they are not installed."""
 BACKEND_GROUP = "dflash_serve.backends"  # Entry points of the installed backends
-PER_NODE = 8
-"""Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
 
 Quantization = Literal["none", "fp8", "nvfp4", "mxfp4"]
 
@@ -231,37 +208,6 @@ class Hardware(Frozen):
     embedded engine takes bfloat16 if the target's weights are and it measures faster at start, else float32."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that a Deployment can name."""
-
-    name: str
-    memory: int
-    """Bytes that are free for a process on an empty device."""
-    compute: int
-    """90 = SM90."""
-    per_node: int = PER_NODE
-    """Largest number of them in one node."""
-
-    @property
-    def is_blackwell(self) -> bool:
-        """SM100 or SM103: has FP4 arithmetic and the trtllm-gen attention kernels."""
-        return self.compute in (100, 103)
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("h100", 79 * GIB, 90),
-        Gpu("h200", 139 * GIB, 90),
-        Gpu("b200", 178 * GIB, 100),
-        Gpu("b300", 267 * GIB, 103),
-        Gpu("gb200", 184 * GIB, 100, per_node=4),  # nvidia-smi: 189471 MiB
-        Gpu("gb300", 276 * GIB, 103, per_node=4),  # nvidia-smi: 284208 MiB
-    )
-}
-
-
 def _refuse_secrets(where: str, given: Any) -> None:
     if isinstance(given, list):
         given = dict(enumerate(given))
@@ -298,139 +244,3 @@ class Deployment(Frozen):
         """Runs before all else, and raises no ValueError: pydantic's messages show values."""
         _refuse_secrets("engine_args", given.get("engine_args") if isinstance(given, Mapping) else None)
         return given
-
-
-def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Deployment:
-    """Merges YAML, environment and flags: flag > environment (`DFLASH_SERVE_SPECULATION__WIDTH=off`) > YAML > default.
-
-    Args:
-        path: a YAML file, or None.
-        flags: nested values given on the command line; None values, and sections of them alone, count as not given.
-
-    Raises:
-        UserError: a file that cannot be read, an unknown key or an impossible value: the first one, and where it is.
-    """
-    if path is not None and path.is_dir():
-        raise UserError("a folder, no deployment", where=str(path), do=f"give a deployment.yaml, or --target {path}")
-    refuse_misspelt(ENV_PREFIX, {*_variables(), *OTHER_VARIABLES}, "names no key of the deployment")
-    described = read_yaml(path) if path else {}
-    if not isinstance(described, dict):
-        raise UserError("not a mapping", where=str(path), do="start with `target: {model: ...}`")
-    described, environment, given = (
-        without_nulls(layer, Deployment.model_fields) for layer in (described, _environment(), flags or {})
-    )
-    given = {section: keys for section, keys in given.items() if keys != {}}
-    merged = overlay({}, described)
-    for layer in (environment, given):
-        merged = overlay(merged, _spelt_as(merged, layer))
-    try:
-        return Deployment.model_validate(merged)
-    except ValidationError as error:
-        # The source of the first mistake: the layer of highest priority that has the key.
-        place = [str(part) for part in first_mistake(error)["loc"] if part != "[key]"]
-        where = str(path or "deployment")
-        if _has(given, place):
-            where = "command line"
-        elif _has(environment, place):
-            where = ENV_PREFIX + NESTED.join(place[:2]).upper()
-        raise UserError(describe(error, Deployment), where=where) from None
-
-
-def _environment() -> dict[str, Any]:
-    config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter=NESTED, extra="ignore")
-    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in Deployment.model_fields.items()}
-    lender = create_model("Environment", __base__=BaseSettings, **fields)
-    lender.model_config = SettingsConfigDict(**{**BaseSettings.model_config, **config})
-    found: dict[str, Any] = _Variables(lender)()
-    if isinstance(found.get("engine_args"), dict):  # the name of a variable has no dash
-        found["engine_args"] = {name.replace("_", "-"): given for name, given in found["engine_args"].items()}
-    return found
-
-
-class _Variables(EnvSettingsSource):
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        try:
-            return parse_json(value, TEXT, where=field_name)
-        except UserError as error:
-            raise ValueError(error.what) from None
-
-    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
-        try:
-            return super().prepare_field_value(field_name, field, value, value_is_complex)
-        except ValueError as error:
-            variable = f"{ENV_PREFIX}{field_name}".upper()
-            key = next(iter(fields_below(field) or ("sglang",))).upper()
-            do = f"give JSON of the whole section, or one key: {variable}{NESTED}{key}=..."
-            raise UserError(first_line(error), where=variable, do=do) from None
-
-
-def _spelt_as(below: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer with its `engine_args` in the spelling of the layers below, whose values it replaces."""
-
-    def spelt(known: Any, given: Any) -> Any:
-        if not isinstance(known, Mapping) or not isinstance(given, Mapping):
-            return given
-        names = {str(name).replace("_", "-"): name for name in known}
-        return {names.get(str(name).replace("_", "-"), name): value for name, value in given.items()}
-
-    own, others = layer.get("engine_args"), below.get("engine_args")
-    if not isinstance(own, Mapping) or not isinstance(others, Mapping):
-        return dict(layer)
-    return {**layer, "engine_args": {name: spelt(others.get(name), given) for name, given in own.items()}}
-
-
-def _variables() -> Iterator[str]:
-    for name, field in Deployment.model_fields.items():
-        yield name.upper()
-        below = fields_below(field)
-        yield from (f"{name}{NESTED}{key}".upper() for key in below or ())
-        if below is None and "dict" in str(field.annotation):
-            yield f"{name}{NESTED}".upper()
-
-
-def _has(layer: Any, place: list[str]) -> bool:
-    for part in place:
-        if not isinstance(layer, Mapping):
-            return True
-        if part not in layer:
-            return False
-        layer = layer[part]
-    return True
-
-
-def given_cost(environment: Mapping[str, str] = os.environ) -> CostModel | None:
-    """The user's cost table; None = not given.
-
-    Raises:
-        UserError: the file cannot be read or is not a cost table.
-    """
-    path = environment.get(COST_TABLE)
-    if path is None:
-        return None
-    from dflash_serve.speculation.costs import CostModel  # numpy, which not every install has
-
-    try:
-        return CostModel.model_validate_json(read_text(Path(path), CONFIG))
-    except (UserError, ValidationError) as error:
-        do = "give seconds by rows (target) and by requests (draft), or leave it out"
-        why = error.what if isinstance(error, UserError) else describe(error)
-        raise UserError(f"no cost table ({why})", where=path, do=do) from None
-
-
-def given_survival(environment: Mapping[str, str] = os.environ) -> tuple[float, ...] | None:
-    """The user's survival; None = not given.
-
-    Raises:
-        UserError: the text is not a survival.
-    """
-    text = environment.get(SURVIVAL)
-    if text is None:
-        return None
-    try:
-        found = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(1 >= early >= late >= 0 for early, late in zip((1.0, *found), found, strict=False)):
-        do = "give each slot's share of accepted drafts, never rising, such as 0.63,0.35,0.2"
-        raise UserError(f"{text!r} is no survival", where=SURVIVAL, do=do)
-    return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dflash_serve.backend import Engine, Prompt, RequestOutput, Stream, choose_drafter, embedded_backend
-from dflash_serve.deployment import Deployment, load_deployment
+from dflash_serve.adapter.registry import choose_drafter, embedded_backend
+from dflash_serve.answers.engine import Engine, Prompt, RequestOutput, Stream
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 

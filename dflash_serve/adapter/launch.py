@@ -19,7 +19,10 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import JsonValue
 
-from dflash_serve.backend import Backend, Choice, Command, EngineFacts, PreparedFile, Preview, ServerBackend
+from dflash_serve.adapter.arguments import EngineArgs
+from dflash_serve.adapter.checks import changed_files, layer_problems, target_file_problems, uses_drafter
+from dflash_serve.adapter.facts import EngineFacts
+from dflash_serve.adapter.protocol import Backend, Choice, Command, PreparedFile, Preview, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, in_layer_order, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
@@ -29,9 +32,8 @@ from dflash_serve.common.files import write_whole
 from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import logging_config
 from dflash_serve.common.processes import PATIENCE_SECONDS, free_port, require_program, running
-from dflash_serve.deployment import GIB, GPUS, Deployment, Gpu
-from dflash_serve.deployment_checks import changed_files, layer_problems, target_file_problems, uses_drafter
-from dflash_serve.engine_args import EngineArgs
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB, GPUS, Gpu
 from dflash_serve.errors import Problem, raise_problems
 
 DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"

@@ -13,7 +13,9 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
 from dflash_serve.common.http import read_keys
-from dflash_serve.deployment import GIB, GPUS, PER_NODE, Deployment, given_cost, given_survival
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB, GPUS, PER_NODE
+from dflash_serve.deployment.variables import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError
 
 

@@ -17,7 +17,7 @@ from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import Frozen
 from dflash_serve.errors import UserError, did_you_mean
 
-DATA = Path(__file__).with_name("assets") / "drafters.json"
+DATA = Path(__file__).parents[1] / "assets" / "drafters.json"
 AUTO = "auto"  # Name of a drafter that stands for the best published one for the target and the backend
 RANKED: Sequence[Literal["DFlash2", "DSpark", "DFlash"]] = ("DFlash2", "DSpark", "DFlash")
 """Mean acceptance lengths of one publisher's drafters of one target, Qwen3.5-4B: 5.97, 5.49, 4.92 (z-lab, 2026)."""

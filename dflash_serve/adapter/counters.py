@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from dflash_serve.backend import SpeculationLines
+from dflash_serve.adapter.facts import SpeculationLines
 from dflash_serve.common.prometheus import Samples, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 

@@ -13,7 +13,8 @@ from typing import Final
 from dflash_serve.checkpoint.source import read_survival, recorded_survival
 from dflash_serve.common.files import cache_home, write_whole
 from dflash_serve.common.store import read_record
-from dflash_serve.deployment import Model, given_survival
+from dflash_serve.deployment.description import Model
+from dflash_serve.deployment.variables import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
 from dflash_serve.speculation.policy import Step

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dflash_serve.backend import Conversation, Prompt, template_variables
+from dflash_serve.answers.engine import Conversation, Prompt, template_variables
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.documents import DATA, parse_json, read_text
-from dflash_serve.deployment import Model
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
-BUNDLED = Path(__file__).with_name("assets") / "prompts.jsonl"
+BUNDLED = Path(__file__).parents[1].joinpath("assets") / "prompts.jsonl"
 FORMS = '{"prompt": text}, {"messages": [...]} or {"token_ids": [...]}'
 HUB = "hf:"
 HUB_FORM = "hf:ORG/NAME,subset=...,split=...,column=..."

@@ -1,0 +1,86 @@
+"""The registry of installed backends, and the drafter that a backend can serve."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import cast
+
+from dflash_serve.adapter.protocol import Backend, InProcessBackend, ServerBackend
+from dflash_serve.checkpoint.catalogue import AUTO, best_drafter, drafters_of, unknown_target
+from dflash_serve.common.extras import absent
+from dflash_serve.deployment.description import BACKEND_GROUP, Deployment, Model
+from dflash_serve.errors import UserError, did_you_mean
+
+EMBEDDED = "torch"  # The backend that runs in this process
+
+
+def installed() -> list[str]:
+    """Names of the installed backends, sorted."""
+    return sorted(point.name for point in entry_points(group=BACKEND_GROUP))
+
+
+def backend(name: str) -> Backend:
+    """The installed backend of that name.
+
+    Raises:
+        UserError: there is none, or what it needs is not installed.
+    """
+    found = {point.name: point for point in entry_points(group=BACKEND_GROUP)}
+    if name not in found:
+        do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
+        raise UserError(f"no backend {name!r}", where="--backend", do=do)
+    try:
+        loaded: Backend = found[name].load()
+    except ModuleNotFoundError as error:
+        raise absent(error, name) or error from None
+    return loaded
+
+
+def server_backend(name: str) -> ServerBackend:
+    """The installed backend of that name, whose server we start.
+
+    Raises:
+        UserError: there is none, or only its engine's metrics are known.
+    """
+    found = backend(name)
+    if not isinstance(found, ServerBackend):
+        if hasattr(found, "command"):
+            missing = [one for one in ("preview", "head_problems", "releases", "untried") if not hasattr(found, one)]
+            what = f"its package was written for another dflash-serve: it lacks {', '.join(missing)}"
+            raise UserError(what, where=f"--backend {name}", do="install a newer release of the package")
+        what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"
+        raise UserError(what, where=f"--backend {name}", do=f"use another, such as --backend {EMBEDDED}")
+    return found
+
+
+def embedded_backend() -> InProcessBackend:
+    """The backend that runs in this process.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    return cast(InProcessBackend, backend(EMBEDDED))
+
+
+def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment, str | None]:
+    """The deployment with `drafter: auto` replaced by a published drafter, and a line about the choice.
+
+    Raises:
+        UserError: no published drafter of the target is known, or none that the backend serves.
+    """
+    if deployment.drafter is None or deployment.drafter.model != AUTO:
+        return deployment, None
+    target = deployment.target.model
+    if not drafters_of(target):
+        raise unknown_target(target)
+    found = best_drafter(target, lambda heads: not chosen.head_problems(heads), chosen.untried)
+    if found is None:
+        do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
+        raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
+    revision = deployment.drafter.revision or found.revision
+    model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
+    told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
+    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
+    if revision is None and "/" in found.repository:
+        told += "; its revision is not pinned: set drafter.revision"
+    return deployment.model_copy(update={"drafter": model}), told
