@@ -1,6 +1,6 @@
 """Names of the embedded server's probes and metrics (`server.worker` writes them), and their readers.
 
-Counters of slots and widths are those of every engine: `dflash_serve.slot_counters`.
+Counters of slots and widths are those of every engine: `dflash_serve.adapter.counters`.
 """
 
 from __future__ import annotations

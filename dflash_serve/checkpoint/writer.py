@@ -66,7 +66,7 @@ def fc_in_layer_order(tensors: Mapping[str, Tensor], layer_ids: Sequence[int]) -
     """The tensors of a drafter for `config.in_layer_order`: columns of `fc` and of its scales by block are sorted.
 
     SGLang, vLLM and TensorRT-LLM hand out the outputs of target layers in the order of the layers, whatever a drafter
-    lists. A layer that is listed twice is handed out once (`deployment_checks.layer_problems`).
+    lists. A layer that is listed twice is handed out once (`adapter.checks.layer_problems`).
 
     Args:
         tensors: by our names, quantised or not.
