@@ -12,14 +12,11 @@ from dflash_serve.adapter.registry import server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.layers import load_deployment
-from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from dflash_serve.planning.plan import Plan
-    from dflash_serve.planning.prediction import ExpectedAcceptance
-    from dflash_serve.planning.question import PlanQuestion
 
 TOP = 12  # Lines of a front in the terminal, at most
 Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
@@ -66,11 +63,13 @@ def plan(
     need("plan", "numpy")
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
-    described = name_drafter(load_deployment(deployment, _flags(context.params)), chosen, quiet=quiet)
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.plan import JSON, make_plan, write_plan
+    from dflash_serve.planning.settings import Settings
 
-    answer = make_plan(_question(described, context.params))
+    settings = Settings.model_validate({name: context.params[name] for name in Settings.model_fields})
+    flags = overlay(options.deployment_flags(context.params), settings.flags())
+    answer = make_plan(settings.question(name_drafter(load_deployment(deployment, flags), chosen, quiet=quiet)))
     require_writable(output)
     files = write_plan(answer, output)
     if as_json:
@@ -90,52 +89,6 @@ def plan(
     for step in answer.next_steps(output):
         typer.echo(f"next: {step}")
     typer.echo(f"written: {', '.join(str(file) for file in files)}")
-
-
-def _flags(given: dict[str, Any]) -> dict[str, Any]:
-    flags = options.deployment_flags(given)
-    flags["hardware"] |= {"gpu": given["gpu"], "count": given["count"]}
-    flags["parallel"] = {"tensor": given["tensor"], "expert": given["expert"]}
-    if given["gpu"] is not None:
-        from dflash_serve.planning.question import specification
-
-        specification(given["gpu"])
-    return flags
-
-
-def _question(described: Deployment, given: dict[str, Any]) -> PlanQuestion:
-    from dflash_serve.planning.prediction import Load, constants_of
-    from dflash_serve.planning.question import Objective, PlanQuestion, calibrated, read_pair, specification
-
-    on = specification(described.hardware.gpu)
-    constants = constants_of(given["backend"], given["constants"])
-    pair = read_pair(described)
-    block = described.speculation.block_size or pair.drafter.block_size
-    question = PlanQuestion(
-        deployment=described,
-        backend=given["backend"],
-        on=on,
-        pair=pair,
-        block_size=block,
-        load=Load(given["isl"], given["osl"]),
-        objective=Objective(given["slo_interactivity"], given["slo_ttft"]),
-        acceptances=tuple(_acceptances(given, described.target.model, block)),
-        constants=constants,
-    )
-    return question if given["calibrate"] is None else calibrated(question, given["calibrate"])
-
-
-def _acceptances(given: dict[str, Any], target: str, block_size: int) -> list[ExpectedAcceptance]:
-    from dflash_serve.planning.question import band, from_length, from_report, of_task
-
-    length, report, task = given["acceptance_length"], given["survival"], given["task"]
-    if length is not None and (report is not None or task is not None):
-        raise UserError("acceptance is given twice", where="--acceptance-length", do="leave out --survival and --task")
-    if length is not None:
-        return [from_length(length, block_size, "given by --acceptance-length")]
-    if report is not None:
-        return [from_report(report, task, block_size)]
-    return band(block_size) if task is None else [of_task(task, target, block_size)]
 
 
 def _table(answer: Plan) -> Any:

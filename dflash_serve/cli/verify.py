@@ -13,25 +13,19 @@ from rich.console import Console
 
 from dflash_serve.adapter.registry import EMBEDDED, backend, server_backend
 from dflash_serve.answers.engine import Prompt
-from dflash_serve.answers.prompts import prompts_digest, read_prompt_set, template_kwargs
+from dflash_serve.answers.prompts import read_prompt_set
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
-from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
-from dflash_serve.common.http import read_api_key
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.verify.questions import FEWEST, VerifyPlan
-from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice, two_servers
+from dflash_serve.verify.settings import EMBEDDED_SAMPLES, SERVER_SAMPLES, Settings
+from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice
 
 OF_OURS = ("deployment", "target", "drafter", "backend_name", "block_size", "width")
 """Options of a deployment, which running servers cannot follow."""
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
-EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
-"""Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more.
-
-There are as many short answers under load."""
 
 WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
@@ -94,17 +88,15 @@ def verify(
 ) -> None:
     """Test that speculation changes no answer, on any engine; or show the changes."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    if samples and samples < FEWEST:
-        do = f"give {FEWEST} or more, or 0 to verify greedy decoding alone"
-        raise UserError(f"{samples} samples a side show nothing", where="--samples", do=do)
-    asked = read_prompt_set(prompts, raw=raw, variables=template_kwargs(chat_template_kwargs))
+    settings = Settings.model_validate({name: context.params[name] for name in Settings.model_fields})
+    asked = read_prompt_set(prompts, raw=raw, variables=settings.chat_template_kwargs)
     if with_url or without_url:
         options.refuse_ignored(
             context, OF_OURS, "running servers have their own", "leave it out, or --with and --without"
         )
         if options.engine_arguments(context, backend_name):
             raise UserError("running servers have their own arguments", where="--", do="leave them out")
-        pair = _servers(context.params)
+        pair = settings.servers()
     else:
         named = ("with_metrics_url", "without_metrics_url", "model", "api_key_file")
         options.refuse_ignored(context, named, "only running servers have it", "give --with, too")
@@ -116,24 +108,7 @@ def verify(
             pair = engine_in_process(described)
         else:
             pair = server_started_twice(server_backend(backend_name), described, concurrency=concurrency)
-    raise typer.Exit(_run(_plan(context.params, asked, pair), asked, pair, context.params))
-
-
-def _servers(given: Mapping[str, Any]) -> SubjectPair:
-    """The two running servers.
-
-    Raises:
-        UserError: only one is given, or the number format is not one that is verified.
-    """
-    urls = (given["with_url"], given["without_url"])
-    if None in urls:
-        missing = "--without" if urls[0] else "--with"
-        raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
-    _refuse_other_formats(given["dtype"])
-    key = read_api_key(given["api_key_file"])
-    metrics = (tuple(given[f"{side}_metrics_url"] or ()) for side in ("with", "without"))
-    shared = {"model": given["model"], "api_key": key, "concurrency": given["concurrency"]}
-    return two_servers(*(Endpoint(url, **shared, metrics_urls=each) for url, each in zip(urls, metrics, strict=True)))
+    raise typer.Exit(_run(settings, asked, pair, as_json=as_json, quiet=quiet))
 
 
 def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str) -> Deployment:
@@ -143,35 +118,13 @@ def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str)
     return found
 
 
-def _plan(given: Mapping[str, Any], asked: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
-    dtype = pair.dtype or given["dtype"]
-    _refuse_other_formats(dtype)
-    exact, samples, same_seeds = dtype == "float32", given["samples"], given["same_seeds"]
-    if samples is None:
-        samples = EMBEDDED_SAMPLES if pair.embedded else SERVER_SAMPLES
-    return VerifyPlan(
-        prompts=min(given["num_prompts"] or len(asked), len(asked)),
-        prompts_sha256=prompts_digest(asked),
-        chat_template_kwargs=template_kwargs(given["chat_template_kwargs"]),
-        samples=samples,
-        dtype="float32" if exact else "bfloat16",
-        same_seeds=pair.embedded and exact if same_seeds is None else same_seeds,
-        **{name: given[name] for name in ("max_tokens", "long_tokens", "false_alarm", "penalties")},
-    )
-
-
-def _refuse_other_formats(dtype: str | None) -> None:
-    if dtype not in (None, "auto", "float32", "bfloat16"):
-        raise UserError(f"{dtype!r} is not float32 or bfloat16", where="--dtype")
-
-
-def _run(plan: VerifyPlan, prompts: Sequence[Prompt], pair: SubjectPair, given: Mapping[str, Any]) -> int:
+def _run(settings: Settings, prompts: Sequence[Prompt], pair: SubjectPair, *, as_json: bool, quiet: bool) -> int:
     from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
     from dflash_serve.verify.verification import Verification
 
-    output, as_json, quiet = given["output"], given["as_json"], given["quiet"]
+    output, plan = settings.output, settings.plan(prompts, pair)
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
-    with resumable(output, belongs_to, "finished answers", resume=given["resume"]) as store:
+    with resumable(output, belongs_to, "finished answers", resume=settings.resume) as store:
         with _progress(quiet=quiet) as progress:
             findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
