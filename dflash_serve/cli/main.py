@@ -1,39 +1,104 @@
-"""`dflash-serve`: the verbs. Nothing here imports torch, so `--help` answers at once.
+"""`dflash-serve`: the verbs. Each is imported when it is asked for, so `--help` answers at once.
 
 Verbs of rooms that the core does not know (`build`) are found by their entry points.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections import UserDict
+from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dflash_serve import __version__
-from dflash_serve.cli import options
-from dflash_serve.cli.answers import evaluate, generate
-from dflash_serve.cli.bench import bench
-from dflash_serve.cli.certify import certify
-from dflash_serve.cli.deploy import deploy
-from dflash_serve.cli.doctor import doctor
-from dflash_serve.cli.drafters import convert, drafters, inspect, train
-from dflash_serve.cli.plan import plan
-from dflash_serve.cli.serve import serve
-from dflash_serve.cli.top import top
-from dflash_serve.cli.verify import verify
 from dflash_serve.common.extras import absent
 from dflash_serve.common.json_log import make_stderr_unfailing
 from dflash_serve.errors import UserError
 
+CLI = "dflash_serve.cli"
+MODULES = {
+    "generate": f"{CLI}.answers",
+    "serve": f"{CLI}.serve",
+    "drafters": f"{CLI}.drafters",
+    "inspect": f"{CLI}.drafters",
+    "convert": f"{CLI}.drafters",
+    "train": f"{CLI}.drafters",
+    "evaluate": f"{CLI}.answers",
+    "verify": f"{CLI}.verify",
+    "doctor": f"{CLI}.doctor",
+    "top": f"{CLI}.top",
+    "bench": f"{CLI}.bench",
+    "certify": f"{CLI}.certify",
+    "plan": f"{CLI}.plan",
+    "deploy": f"{CLI}.deploy",
+}
+"""Verbs in the order of the help, and the module that has a function of that name."""
+ENGINE_VERBS = ("serve", "verify", "bench", "certify", "deploy")  # Those that start an engine's own server, or say how
+SETTINGS: dict[str, Any] = {
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # rich would take "[default: ...]" for a style, and cuts option names at 80 columns
+}
+
+
+class Commands(UserDict[str, Any]):
+    """Module of each verb, and its command once it was asked for."""
+
+    def __getitem__(self, verb: str) -> Any:
+        found = self.data[verb]
+        if isinstance(found, str):
+            self.data[verb] = found = _command(verb, found)
+        return found
+
+
+class Verbs(TyperGroup):
+    """The commands of all verbs. The help reads their first lines without importing them."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        others = {point.name: point.module for point in entry_points(group="dflash_serve.verbs")}
+        self.commands = Commands({**MODULES, **others})
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes a line for each verb: the first line of its function's docstring."""
+        modules = {verb: found for verb, found in self.commands.data.items() if isinstance(found, str)}
+        lines = {name: _first_lines(name) for name in set(modules.values())}
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, lines[module].get(verb, "")) for verb, module in modules.items()])
+
+
+def _command(verb: str, module: str) -> Any:
+    from dflash_serve.cli import options
+
+    own = typer.Typer(add_completion=False, **SETTINGS)
+    own.command(verb, cls=options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb)(
+        getattr(import_module(module), verb)
+    )
+    return typer.main.get_command(own)
+
+
+def _first_lines(module: str) -> dict[str, str]:
+    # functions of a module, and the first lines of their docstrings, read from its source
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        return {}
+    functions = [node for node in ast.parse(Path(found.origin).read_bytes()).body if isinstance(node, ast.FunctionDef)]
+    return {one.name: (ast.get_docstring(one) or "").partition("\n")[0].partition(". ")[0] for one in functions}
+
+
 app = typer.Typer(
+    cls=Verbs,
     help="One DFlash drafter, every engine: check it, prove it lossless, serve it.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich would take "[default: ...]" for a style, and cuts option names at 80 columns
+    **SETTINGS,
 )
 
 
@@ -50,29 +115,6 @@ def _options(
     ] = False,
 ) -> None:
     """One DFlash drafter, every engine: check it, prove it lossless, serve it."""
-
-
-ENGINE_VERBS = (serve, verify, bench, certify, deploy)  # Those that start an engine's own server, or say how
-VERBS = (
-    generate,
-    serve,
-    drafters,
-    inspect,
-    convert,
-    train,
-    evaluate,
-    verify,
-    doctor,
-    top,
-    bench,
-    certify,
-    plan,
-    deploy,
-)
-for verb in VERBS:
-    app.command(cls=options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb)(verb)
-for point in entry_points(group="dflash_serve.verbs"):
-    app.command()(point.load())
 
 
 CLOSED_PIPE = 128 + 13  # Exit code of a command that a shell's pipe ends (SIGPIPE)

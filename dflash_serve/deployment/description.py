@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
@@ -18,8 +18,6 @@ from dflash_serve.common.settings import (
 )
 from dflash_serve.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:
-    pass
 SECRET = re.compile(
     r"(^|[-_])((api|access|private|secret)[-_]?keys?|(api|access|auth|bearer|hf)[-_]?token|password|passwd|secret"
     r"|credentials?)$",

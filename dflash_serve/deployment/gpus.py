@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
 GIB = 1 << 30
 PER_NODE = 8
 """Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""

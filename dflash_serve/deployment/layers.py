@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ValidationError, create_model
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic import ValidationError
 
-from dflash_serve.common.documents import TEXT, parse_json, read_yaml
+from dflash_serve.common.documents import read_yaml
 from dflash_serve.common.settings import (
     ENV_PREFIX,
     NESTED,
@@ -21,11 +20,8 @@ from dflash_serve.common.settings import (
     refuse_misspelt,
     without_nulls,
 )
-from dflash_serve.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    pass
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.errors import UserError
 
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
 
@@ -67,31 +63,11 @@ def load_deployment(path: Path | None = None, flags: Mapping[str, Any] | None = 
 
 
 def _environment() -> dict[str, Any]:
-    config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter=NESTED, extra="ignore")
-    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in Deployment.model_fields.items()}
-    lender = create_model("Environment", __base__=BaseSettings, **fields)
-    lender.model_config = SettingsConfigDict(**{**BaseSettings.model_config, **config})
-    found: dict[str, Any] = _Variables(lender)()
-    if isinstance(found.get("engine_args"), dict):  # the name of a variable has no dash
-        found["engine_args"] = {name.replace("_", "-"): given for name, given in found["engine_args"].items()}
-    return found
+    if not any(name.upper().startswith(ENV_PREFIX) for name in os.environ):
+        return {}
+    from dflash_serve.deployment.environment import read_environment  # pydantic-settings, which takes 0.3 s to import
 
-
-class _Variables(EnvSettingsSource):
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        try:
-            return parse_json(value, TEXT, where=field_name)
-        except UserError as error:
-            raise ValueError(error.what) from None
-
-    def prepare_field_value(self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool) -> Any:
-        try:
-            return super().prepare_field_value(field_name, field, value, value_is_complex)
-        except ValueError as error:
-            variable = f"{ENV_PREFIX}{field_name}".upper()
-            key = next(iter(fields_below(field) or ("sglang",))).upper()
-            do = f"give JSON of the whole section, or one key: {variable}{NESTED}{key}=..."
-            raise UserError(first_line(error), where=variable, do=do) from None
+    return read_environment()
 
 
 def _spelt_as(below: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Who may import whom (docs/architecture.md), read from the source by `tests/house.py`: no exemption, no circle."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from tests.house import ROOT, House, Module
 HOUSE = House()
 BACKENDS = {path.name for path in (ROOT / "backends").iterdir() if (path / "__init__.py").exists()}
 SPECULATION = "dflash_serve.speculation"
+WIDTH_OFF = {"DFLASH_SERVE_SPECULATION__WIDTH": "off"}
 
 
 def top(name: str) -> str:
@@ -101,6 +103,24 @@ def test_files_have_500_lines_at_most_and_functions_60() -> None:
 def test_importing_costs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",)])
+def test_the_command_line_answers_at_once(words: tuple[str, ...]) -> None:
+    """No verb is imported, and none of the libraries that take longest to import."""
+    code = f"import sys; sys.argv = ['dflash-serve', *{words}]\nfrom dflash_serve.cli.main import app\n"
+    code += "try:\n    app()\nfinally:\n    print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert {"pydantic", "rich", "yaml", "numpy", "dflash_serve.cli.options"} & imported == set()
+
+
+def test_variables_are_read_by_pydantic_settings_where_one_is_set_alone() -> None:
+    code = "import sys; from dflash_serve.deployment.layers import load_deployment as load\n"
+    code += "load(None, {'target': {'model': 'smollm2'}}); sys.exit('pydantic_settings' in sys.modules)"
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_SERVE_")}
+    done = [subprocess.run([sys.executable, "-c", code], env={**bare, **more}, check=False) for more in ({}, WIDTH_OFF)]
+    assert [one.returncode for one in done] == [0, 1]
 
 
 def test_every_public_name_can_be_imported() -> None:
