@@ -65,9 +65,9 @@ def plan(
     chosen = server_backend(backend)
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.plan import JSON, make_plan, write_plan
-    from dflash_serve.planning.settings import Settings
+    from dflash_serve.planning.settings import PlanSettings
 
-    settings = Settings.model_validate({name: context.params[name] for name in Settings.model_fields})
+    settings = PlanSettings.model_validate({name: context.params[name] for name in PlanSettings.model_fields})
     flags = overlay(options.deployment_flags(context.params), settings.flags())
     answer = make_plan(settings.question(name_drafter(load_deployment(deployment, flags), chosen, quiet=quiet)))
     require_writable(output)

@@ -20,7 +20,7 @@ from dflash_serve.common.extras import need
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
-from dflash_serve.verify.settings import EMBEDDED_SAMPLES, SERVER_SAMPLES, Settings
+from dflash_serve.verify.settings import EMBEDDED_SAMPLES, SERVER_SAMPLES, VerifySettings
 from dflash_serve.verify.subjects import SubjectPair, engine_in_process, server_started_twice
 
 OF_OURS = ("deployment", "target", "drafter", "backend_name", "block_size", "width")
@@ -88,7 +88,7 @@ def verify(
 ) -> None:
     """Test that speculation changes no answer, on any engine; or show the changes."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    settings = Settings.model_validate({name: context.params[name] for name in Settings.model_fields})
+    settings = VerifySettings.model_validate({name: context.params[name] for name in VerifySettings.model_fields})
     asked = read_prompt_set(prompts, raw=raw, variables=settings.chat_template_kwargs)
     if with_url or without_url:
         options.refuse_ignored(
@@ -118,7 +118,7 @@ def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str)
     return found
 
 
-def _run(settings: Settings, prompts: Sequence[Prompt], pair: SubjectPair, *, as_json: bool, quiet: bool) -> int:
+def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair, *, as_json: bool, quiet: bool) -> int:
     from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
     from dflash_serve.verify.verification import Verification
 

@@ -23,7 +23,7 @@ from dflash_serve.planning.question import (
 )
 
 
-class Settings(Frozen):
+class PlanSettings(Frozen):
     """A field for each option of `dflash-serve plan` that is not of a deployment, with the same name."""
 
     backend: str

@@ -37,7 +37,7 @@ def _several(given: Any) -> Any:
 Urls = Annotated[tuple[str, ...], BeforeValidator(_several)]
 
 
-class Settings(Frozen):
+class VerifySettings(Frozen):
     """A field for each option of `dflash-serve verify` that is not of a deployment, with the same name."""
 
     with_url: str | None

@@ -47,8 +47,8 @@ def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
     bench and certify alone take several `--concurrency`, and certify's `--compare` takes two reports.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
-    for command in app.registered_commands:
-        function: Any = command.callback
+    for command in GROUP.commands.values():
+        function: Any = command.callback.__wrapped__
         asked = signature(function, eval_str=True, globals=vars(sys.modules[function.__module__])).parameters
         for parameter in GROUP.commands[function.__name__].params:
             if parameter.name in asked:

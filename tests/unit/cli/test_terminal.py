@@ -166,7 +166,10 @@ def test_an_address_with_brackets_is_shown_whole() -> None:
 
 def test_what_an_encoding_lacks_is_written_as_an_escape() -> None:
     """A terminal in Latin-1 has no τ."""
-    code = "from dflash_serve.cli.main import app, run; app.command('say')(lambda: print('τ ä')); run()"
+    code = (
+        "import typer; from dflash_serve.cli import main; main.app = typer.Typer(); main.app.callback()(lambda: None)"
+    )
+    code += "; main.app.command('say')(lambda: print('τ ä')); main.run()"
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-c", code, "say"], env=env, capture_output=True)
     assert (done.returncode, done.stdout) == (0, "\\u03c4 ä\n".encode("latin-1"))
