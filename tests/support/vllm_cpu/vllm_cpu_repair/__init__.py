@@ -8,6 +8,10 @@ other type; the kernel fills the copy. Temperatures above 0 then give gibberish,
 Top-k, too: `apply_top_k_only` (`vllm/v1/sample/ops/topk_topp_sampler.py`, CPUs only) takes the largest k of no rows and
 ends the engine where a step of sampled requests has no drafted token.
 
+Seeds: a seeded request whose prompt takes several steps ends the engine. `_bookkeeping_sync`
+(`vllm/v1/worker/gpu_model_runner.py:3502`) takes the draw of each unfinished step back by the generator's offset, which
+generators of CPUs do not have.
+
 And waiting: the process that schedules polls while the one that computes is at work (`sched_yield` in
 `vllm/distributed/device_communicators/shm_broadcast.py`), which on a machine of two cores takes one of them.
 """
@@ -37,9 +41,21 @@ def install() -> None:
         rejection_sampler.expand_batch_to_tokens = expand
         return expand(x, cu_num_tokens, num_tokens, *replace, **named)
 
+    torch.Generator = GeneratorWithOffset  # type: ignore[misc]
     rejection_sampler.expand_batch_to_tokens = decide
     top_k_top_p = rejection_sampler.apply_top_k_top_p
     rejection_sampler.apply_top_k_top_p = lambda logits, k, p: top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+class GeneratorWithOffset(torch.Generator):
+    """Has an offset that says nothing: the draws of unfinished prompts are not taken back."""
+
+    def get_offset(self) -> int:
+        """Stands for the number of draws."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Takes nothing back."""
 
 
 def _sleep_while_waiting() -> None:
