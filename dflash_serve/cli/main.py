@@ -65,14 +65,14 @@ class Verbs(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         others = {point.name: point.module for point in entry_points(group="dflash_serve.verbs")}
-        self.commands = Commands({**MODULES, **others})
+        self.modules = {**MODULES, **others}
+        self.commands = Commands(self.modules)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes a line for each verb: the first line of its function's docstring."""
-        modules = {verb: found for verb, found in self.commands.data.items() if isinstance(found, str)}
-        lines = {name: _first_lines(name) for name in set(modules.values())}
+        lines = {module: _first_lines(module) for module in set(self.modules.values())}
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, lines[module].get(verb, "")) for verb, module in modules.items()])
+            formatter.write_dl([(verb, lines[module].get(verb, "")) for verb, module in self.modules.items()])
 
 
 def _command(verb: str, module: str) -> Any:

@@ -54,8 +54,9 @@ class GeneratorWithOffset(torch.Generator):
         """Stands for the number of draws."""
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """Takes nothing back."""
+        return self
 
 
 def _sleep_while_waiting() -> None:
