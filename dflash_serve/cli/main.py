@@ -86,12 +86,14 @@ def _command(verb: str, module: str) -> Any:
 
 
 def _first_lines(module: str) -> dict[str, str]:
-    # functions of a module, and the first lines of their docstrings, read from its source
+    # functions of a module, and the first sentences of their docstrings, read from its source
     found = find_spec(module)
     if found is None or found.origin is None:
         return {}
     functions = [node for node in ast.parse(Path(found.origin).read_bytes()).body if isinstance(node, ast.FunctionDef)]
-    return {one.name: (ast.get_docstring(one) or "").partition("\n")[0].partition(". ")[0] for one in functions}
+    return {
+        one.name: (ast.get_docstring(one) or "").split("\n")[0].split(". ")[0].rstrip(".") + "." for one in functions
+    }
 
 
 app = typer.Typer(
