@@ -24,7 +24,7 @@ from dflash_serve.adapter.checks import (
 )
 from dflash_serve.adapter.launch import memory_problems
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from dflash_serve.adapter.arguments import EngineArgs
 from dflash_serve.adapter.launch import LaunchPlan
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes
+from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.source import recorded_survival
-from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL, given_cost, given_survival
 

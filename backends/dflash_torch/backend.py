@@ -19,11 +19,12 @@ from dflash_serve.adapter.protocol import Command, LookingBackend, PreparedFile,
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.files import tokenizer_problems
+from dflash_serve.checkpoint.quantization import plain_only, plain_target_only
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.checkpoint.source import drafter_folder, target_folder, target_source
 from dflash_serve.checkpoint.target import read_target_shape, target_configuration
-from dflash_serve.checkpoint.target_config import quantisation_problems, read_target_config, read_target_headers
-from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.checkpoint.target_config import read_target_headers, target_config
+from dflash_serve.checkpoint.target_files import read_target
 from dflash_serve.common.extras import import_problem
 from dflash_serve.common.files import write_whole
 from dflash_serve.deployment.description import Deployment, Model
@@ -166,12 +167,12 @@ class EmbeddedBackend(ServerBackend, LookingBackend, DiagnosableBackend):
 
 def _target_problems(target: Model) -> list[Problem]:
     """Problems of a target's files. Without weights here only the configuration is read, as of a hub id."""
-    folder, problems = target_configuration(target), list[Problem]()
-    config = read_target_config(folder)
+    files = read_target(target_configuration(target))
+    config = target_config(files)
     if not any(Path(target.model).glob("*.safetensors*")):
-        return quantisation_problems(folder, {})
-    read_target_headers(folder, config, problems)
-    return problems + tokenizer_problems(folder)
+        return plain_target_only(files.recipe, {}, files.folder)
+    _, problems = read_target_headers(files, config)
+    return problems + tokenizer_problems(files.folder)
 
 
 def _unsupported(deployment: Deployment) -> list[Problem]:

@@ -24,7 +24,7 @@ from dflash_serve.adapter.checks import (
     window_problems,
 )
 from dflash_serve.adapter.launch import memory_problems
-from dflash_serve.checkpoint.tensors import plain_only
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.common.http import read_keys
 from dflash_serve.errors import Problem
 

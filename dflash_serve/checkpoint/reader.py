@@ -18,6 +18,7 @@ from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, Drafte
 from dflash_serve.checkpoint.dialects import speculators, zlab
 from dflash_serve.checkpoint.dialects.keys import Dialect, pairs_neighbours
 from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
+from dflash_serve.checkpoint.quantization import Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.tensors import (
@@ -27,12 +28,9 @@ from dflash_serve.checkpoint.tensors import (
     SUPPORTED_HEADS,
     T2D,
     Piece,
-    Quantization,
     as_halves,
-    find_quantization,
     is_rotated,
     match_tensors,
-    plain_only,
     proper_name,
     scale_problems,
 )
@@ -166,16 +164,15 @@ def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
     if pickled.exists():
         what, do = "a pickled mask embedding is never loaded", "store it as tensor mask_embedding"
         checkpoint.problems.append(Problem(what, str(pickled), do))
-    before = len(checkpoint.problems)
-    checkpoint.quantization = find_quantization(raw, folder, checkpoint.problems)
-    understood = len(checkpoint.problems) == before
+    checkpoint.quantization, unread = find_quantization(raw, folder)
+    checkpoint.problems += unread
     if checkpoint.quantization is not None:
         checkpoint.problems += scale_problems(checkpoint.headers, checkpoint.quantization.format, folder)
     checkpoint.neighbours = pairs_neighbours(raw)
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     stored = {proper_name(name) for name in checkpoint.headers}
     config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)
-    checkpoint.config = config if understood else None
+    checkpoint.config = None if unread else config
     return checkpoint
 
 

@@ -1,47 +1,44 @@
-"""A target as its files describe it: sizes, layout on devices, quantisation.
+"""A target by its config.json alone: the sizes that its drafter depends on, and its layout on an engine's devices.
 
-`TargetShape` is what a drafter depends on, `TargetLayout` what engines and the planner need (heads, experts, formats,
-bytes): only the configuration of a hub model is fetched for them. Both are read from JSON without torch.
+No weights are read, so a hub model's configuration is all that is fetched. The layout is a sum over the layers. A type
+of layer (`ModelKeys.layer_kinds`) tells what a layer keeps of a sequence: keys and values, a window of them, latent
+vectors, or a recurrent state. It also tells the layer's matrices: attention or a recurrence, a dense MLP, experts, or
+both. A matrix is a product of sizes, and the quantisation recipe tells the bits of its weights. The sums are within 5 %
+of published models; norms, biases, convolutions and vision towers are left out. Comments name the families of a key.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dflash_serve.checkpoint.config import FULL, SLIDING
-from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, load_object
+from dflash_serve.checkpoint.files import QUANT_CONFIG
+from dflash_serve.checkpoint.quantization import Bits
 from dflash_serve.checkpoint.source import local_folder
-from dflash_serve.deployment.description import Model, Quantization
-from dflash_serve.errors import UserError
+from dflash_serve.checkpoint.target_files import (
+    GENERATION_CONFIG,
+    LINEAR,
+    MAMBA,
+    WINDOWS,
+    ModelKeys,
+    TargetFiles,
+    read_target,
+)
+from dflash_serve.deployment.description import Model
 
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Keys under which multimodal models have the sizes of their language model."""
-BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
-"""Bits per weight with its scales: NVFP4 has 8 bits for 16 values, MXFP4 8 for 32."""
-OTHER_BITS = 4.5  # bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)
-FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
-"""Format -> words in a checkpoint's quantisation recipe that identify it."""
-EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts", "num_experts_per_token")
-MLPS = ("mlp", "moe")  # prefixes of layers that are an MLP alone (Nemotron-H)
-RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", *MLPS)
-"""Prefixes of names in `layer_types` for layers without keys and values."""
-WINDOWS = {SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}  # Layer type -> key of its window
-KINDS = ("layer_types", "layers_block_type", "attn_type_list")
-FULL_LAYERS = ("attn_layer_indices", "full_attn_idxs")
-"""Keys with the type of every layer, and with the indices of those of full attention."""
-SLIDERS = ("mistral", "mixtral")
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id")
-EXPERT_WIDTHS = ("moe_latent_size", "routed_expert_hidden_size")
-"""Keys with the input size of routed experts that are narrower than the model: Nemotron 3, Kimi-K3."""
-SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
-DENSE_WIDTHS = ("dense_intermediate_size", "intermediate_size_mlp")
-"""Keys with the size of dense MLPs beside experts, where it is not `intermediate_size`: MiniMax-M3, Llama 4."""
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Penalties of generation_config.json -> their neutral values."""
+STATE, SMALL_STATE, NO_MIXER = "a state", "a small state", "no mixer"
+WITHOUT_KV = {
+    **dict.fromkeys((LINEAR, MAMBA, "recurrent"), STATE),
+    "conv": SMALL_STATE,  # LFM2: 8 kB, which is not counted
+    **dict.fromkeys(("mlp", "moe"), NO_MIXER),  # layers that are an MLP alone (Nemotron-H)
+}
+"""Begin of a layer's type -> what the layer has instead of keys and values."""
 RECURRENT_KEYS = ("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads", "mamba_d_state", "ssm_cfg")
 """Keys of config.json that only models with recurrent layers have."""
 STATES = (
@@ -50,15 +47,6 @@ STATES = (
     ("mamba_expand", "hidden_size", "mamba_d_state"),  # Bamba, Granite, Falcon-H1, Jamba
 )
 """Keys whose product is the number of values in one layer's recurrent state."""
-STATELESS = (*MLPS, "conv")  # prefixes of layer types without a state, or with a small one (LFM2: 8 kB)
-ALTERNATION = {"gemma2": 2, "gemma3_text": 6, "llama4_text": 4}
-"""Model type -> each how many layers one is of full attention, where config.json does not say it."""
-QUANTISING_ATTENTION = ("fp8", "nvfp4")
-ATTENTION_MODULE = r"(attn|mixer)\.\w*proj"
-SPARED_ATTENTION = r"self_attn(\W*|\.kv_\w*proj\w*)$"  # modules of a quantisation recipe that keep attention in bf16
-GENERATION_CONFIG = "generation_config.json"
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Penalties of generation_config.json -> their neutral values."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +70,24 @@ def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> 
     Raises:
         UserError: no such target, or a config.json without these sizes.
     """
-    folder = local_folder(folder_or_id, revision, files=["config.json"])
-    return _shape(load_object(folder / "config.json", kind="target"), folder, str(folder_or_id))
+    return _shape(read_target(local_folder(folder_or_id, revision, files=["config.json"])), str(folder_or_id))
 
 
-def _shape(raw: Mapping[str, object], folder: Path, name: str) -> TargetShape:
-    inner = language_model(raw)
-    longest = inner.get("max_position_embeddings")
+def _shape(target: TargetFiles, name: str) -> TargetShape:
+    model, rope = target.model, target.model.rope
+    longest, kind = model.get("max_position_embeddings"), rope.get("rope_type", rope.get("type"))
+    theta = rope["rope_theta"]
+    ids = {key: _ids(model.fields.get(key, target.raw.get(key))) for key in SPECIAL_TOKENS}
     return TargetShape(
         name=name,
-        model_type=str(raw.get("model_type", "unknown")),
-        vocab_size=required_size(inner, "vocab_size", folder),
-        hidden_size=required_size(inner, "hidden_size", folder),
-        num_layers=_layers_listed(inner) or required_size(inner, "num_hidden_layers", folder),
+        model_type=str(target.raw.get("model_type", "unknown")),
+        vocab_size=model.required("vocab_size"),
+        hidden_size=model.required("hidden_size"),
+        num_layers=_layers_listed(model) or model.required("num_hidden_layers"),
         max_position_embeddings=longest if type(longest) is int else None,
-        **_rope(inner),
-        special_tokens={key: ids for key in SPECIAL_TOKENS if (ids := _ids(inner.get(key, raw.get(key))))},
+        rope_theta=float(theta) if isinstance(theta, int | float) else None,
+        rope_scaling=str(kind) if kind not in (None, "default", "mrope") else None,
+        special_tokens={key: tokens for key, tokens in ids.items() if tokens},
     )
 
 
@@ -105,44 +95,10 @@ def _ids(given: object) -> tuple[int, ...]:
     return tuple(token for token in (given if isinstance(given, list) else [given]) if type(token) is int)
 
 
-def _rope(fields: Mapping[str, object]) -> dict[str, Any]:
-    # In `rope_parameters`, flat or by layer type, in `rope_scaling`, or in keys of their own.
-    inside = fields.get("rope_parameters") or fields.get("rope_scaling")
-    rope = inside if isinstance(inside, dict) else {}
-    if by_layer := [one for one in rope.values() if isinstance(one, dict)]:
-        rope = rope.get("full_attention", by_layer[0])
-    theta, kind = rope.get("rope_theta", fields.get("rope_theta")), rope.get("rope_type", rope.get("type"))
-    return {
-        "rope_theta": float(theta) if isinstance(theta, int | float) else None,
-        "rope_scaling": str(kind) if kind not in (None, "default", "mrope") else None,
-    }
-
-
-def language_model(raw: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of a config.json that has the language model's sizes."""
-    return next((inner for inner in map(raw.get, TEXT_CONFIGS) if isinstance(inner, dict)), raw)
-
-
-def required_size(fields: Mapping[str, object], key: str, folder: Path) -> int:
-    """A positive whole number of the config.json in `folder`; engines count sizes in 32 bits.
-
-    Raises:
-        UserError: it is absent or something else.
-    """
-    value = fields.get(key)
-    if type(value) is int and 0 < value < 2**31:
-        return value
-    where = str(folder / "config.json")
-    raise UserError(f"{key} is {value!r}, not a positive whole number", where=where, do="give a language model")
-
-
-def _size(fields: Mapping[str, object], key: str, default: int = 0) -> int:
-    value = fields.get(key)
-    return value if type(value) is int and value > 0 else default
-
-
-def _first(fields: Mapping[str, object], keys: Sequence[str]) -> int:
-    return next((size for key in keys if (size := _size(fields, key))), 0)
+def _layers_listed(model: ModelKeys) -> int:
+    # Nemotron 3 Ultra's config.json has the list of layers and not their number.
+    listed = model.get("layers_block_type") if model.get("num_hidden_layers") is None else None
+    return len(listed) if isinstance(listed, list) else 0
 
 
 class CachedLayer(NamedTuple):
@@ -203,52 +159,39 @@ def target_configuration(model: Model) -> Path:
 
 
 def read_target_layout(folder: Path, model: Model) -> TargetLayout:
-    """Reads `folder/config.json`; `model` is the deployment's section, with the requested quantisation.
+    """The layout of the target in `folder`; `model` is the deployment's section, with the requested quantisation.
 
     Raises:
         UserError: no config.json, or one without a language model's sizes.
     """
-    raw = load_object(folder / "config.json", kind="target")
-    named = raw.get("architectures")
-    shape, inner = _shape(raw, folder, model.model), language_model(raw)
-    recipe = read_recipe(raw, folder)
-    heads, compressed = _size(inner, "num_attention_heads", 1), isinstance(inner.get("compress_ratios"), list)
-    native = native_format(recipe)
-    weight_bytes, expert_bytes, active_parameters = _weights(inner, *_bits(inner, recipe, model.quantization))
+    target = read_target(folder)
+    shape, keys, recipe = _shape(target, model.model), target.model, target.recipe
+    named, compressed = target.raw.get("architectures"), isinstance(keys.get("compress_ratios"), list)
+    heads, experts = keys.size("num_attention_heads", 1), keys.size_of("experts")
+    blocks = keys.size("moe_intermediate_size") // recipe.block_rows if recipe.block_rows and experts else 0
+    weights = _weights(keys, recipe.bits(model.quantization, keys.get("expert_dtype")))
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
         attention_heads=heads,
-        kv_heads=_size(inner, "num_key_value_heads", heads),
-        head_dim=_head_dim(inner),
-        latent=bool(_size(inner, "kv_lora_rank") or compressed),
-        experts=_first(inner, EXPERTS),
-        experts_per_token=_first(inner, CHOSEN),
-        expert_blocks=_expert_blocks(inner, recipe),
-        expert_bytes=expert_bytes,
-        active_parameters=active_parameters,
-        native_quantization=native,
-        head_is_quantized=(native == "nvfp4" and not _spares(recipe, "lm_head")) or "lm_head" in _listed(recipe),
-        weight_bytes=weight_bytes,
-        recurrent=_recurrent(inner),
-        penalises=_penalises(folder),
-        kv_layers=tuple(_compressed_layers(inner) if compressed else _kv_layers(inner)),
-        state_bytes=_state_bytes(inner),
-        quantized_kv=bool(compressed or recipe.get("kv_cache_quant_algo") or recipe.get("kv_cache_scheme")),
-        dtype=_dtype(inner) or _dtype(raw),
+        kv_heads=keys.size("num_key_value_heads", heads),
+        head_dim=_head_dim(keys),
+        latent=bool(keys.size("kv_lora_rank") or compressed),
+        experts=experts,
+        experts_per_token=keys.size_of("experts per token"),
+        expert_blocks=blocks,
+        expert_bytes=weights.expert_bytes,
+        active_parameters=weights.active_parameters,
+        native_quantization=recipe.format,
+        head_is_quantized=recipe.quantises_head,
+        weight_bytes=weights.bytes,
+        recurrent=_recurrent(keys),
+        penalises=any(target.generation.get(key, neutral) not in (neutral, None) for key, neutral in PENALTIES.items()),
+        kv_layers=tuple(_compressed_layers(keys) if compressed else _kv_layers(keys)),
+        state_bytes=_state_bytes(keys),
+        quantized_kv=compressed or recipe.quantises_kv,
+        dtype=_dtype(keys.fields) or _dtype(target.raw),
     )
-
-
-def read_recipe(raw: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    """The quantisation recipe in a target's config.json `raw`, or in ModelOpt's file beside it; {} = unquantised."""
-    for holder in (raw, language_model(raw)):
-        for key in (IN_CONFIG, "compression_config"):  # the second is what compressed-tensors wrote at first
-            inside = holder.get(key)
-            if isinstance(inside, dict):
-                return inside
-    beside = folder / QUANT_CONFIG
-    recipe = load_object(beside, kind="target").get("quantization") if beside.is_file() else None
-    return recipe if isinstance(recipe, dict) else {}
 
 
 def _dtype(fields: Mapping[str, object]) -> str | None:
@@ -256,225 +199,150 @@ def _dtype(fields: Mapping[str, object]) -> str | None:
     return named if isinstance(named, str) and named != "auto" else None
 
 
-def _penalises(folder: Path) -> bool:
-    path = folder / GENERATION_CONFIG
-    defaults = load_object(path, kind="target") if path.is_file() else {}
-    return any(defaults.get(name, neutral) not in (neutral, None) for name, neutral in PENALTIES.items())
+def _head_dim(model: ModelKeys) -> int:
+    return model.size("head_dim") or model.size("hidden_size") // model.size("num_attention_heads", 1)
 
 
-def recipe_words(recipe: Mapping[str, object]) -> list[str]:
-    """A recipe's names of its method, algorithm and storage, in lower case."""
-    return [str(recipe[key]).lower() for key in ("quant_method", "quant_algo", "format") if recipe.get(key)]
+# What a sequence leaves in each layer: keys and values, or a state.
 
 
-def native_format(recipe: Mapping[str, object]) -> str | None:
-    """Format of a recipe: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
-    words = recipe_words(recipe)
-    for name, marks in FORMATS.items():
-        if any(mark in word for word in words for mark in marks):
-            return name
-    return words[0] if words else None
+def _without_kv(kind: str) -> str | None:
+    return next((instead for begin, instead in WITHOUT_KV.items() if kind.startswith(begin)), None)
 
 
-def _spares(recipe: Mapping[str, object], pattern: str) -> bool:
-    spared = [recipe.get(key) for key in ("exclude_modules", "ignore", "modules_to_not_convert")]
-    return any(re.search(pattern, str(module)) for modules in spared if isinstance(modules, list) for module in modules)
+def _recurrent(model: ModelKeys) -> bool:
+    instead = set(map(_without_kv, model.layer_kinds))
+    return not instead.isdisjoint({STATE, SMALL_STATE}) or any(map(model.get, RECURRENT_KEYS))
 
 
-def _listed(recipe: Mapping[str, object]) -> Mapping[str, str]:
-    # Module -> its format, in a recipe of ModelOpt's MIXED_PRECISION.
-    layers = recipe.get("quantized_layers")
-    found = layers.items() if isinstance(layers, dict) else ()
-    return {module: str(entry.get("quant_algo")).lower() for module, entry in found if isinstance(entry, dict)}
-
-
-def _bits(inner: Mapping[str, object], recipe: Mapping[str, object], asked: Quantization) -> tuple[float, float, float]:
-    """Bits of a weight of an MLP, of attention, and of routed experts."""
-    # FP8 and NVFP4 checkpoints quantise attention too, but for those that list it; MXFP4 and INT4 ones keep it in bf16.
-    native, spared = native_format(recipe), _spares(recipe, SPARED_ATTENTION)
-    if asked != "none":
-        return BITS[asked], 16 if spared or asked not in QUANTISING_ATTENTION else BITS[asked], BITS[asked]
-    inside = BITS.get(native or "none", OTHER_BITS)
-    listed = [algorithm for module, algorithm in _listed(recipe).items() if re.search(ATTENTION_MODULE, module)]
-    attention = inside if native in QUANTISING_ATTENTION and not spared else 16
-    if listed:
-        attention = BITS["nvfp4" if "nvfp4" in listed[0] else "fp8"]
-    of_experts = recipe.get("moe_quant_algo") or ("mxfp4" if inner.get("expert_dtype") == "fp4" else native)
-    return inside, attention, BITS.get(str(of_experts).lower(), inside)
-
-
-def _expert_blocks(inner: Mapping[str, object], recipe: Mapping[str, object]) -> int:
-    shape = recipe.get("weight_block_size")
-    size = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
-    return _size(inner, "moe_intermediate_size") // size if size > 0 and _first(inner, EXPERTS) else 0
-
-
-def _layers_listed(inner: Mapping[str, object]) -> int:
-    # Nemotron 3 Ultra's config.json has the list of layers and not their number.
-    listed = inner.get("layers_block_type") if inner.get("num_hidden_layers") is None else None
-    return len(listed) if isinstance(listed, list) else 0
-
-
-def layer_kinds(inner: Mapping[str, object]) -> list[str]:
-    """Type of every layer in transformers' names, by the keys of all families that are known."""
-    count, kind = _size(inner, "num_hidden_layers"), str(inner.get("model_type"))
-    listed = next((given for key in KINDS if isinstance(given := inner.get(key), list)), None)
-    if listed is not None:
-        names = {"0": "linear_attention", "1": FULL, "attention": FULL}  # MiniMax's, and Granite's
-        return [names.get(str(one), str(one)) for one in listed]
-    pattern, linear = inner.get("hybrid_override_pattern"), inner.get("linear_attn_config")
-    if isinstance(pattern, str):  # Nemotron-H
-        return [{"*": FULL, "M": "mamba", "E": "moe"}.get(letter, "mlp") for letter in pattern]
-    full = next((given for key in FULL_LAYERS if isinstance(given := inner.get(key), list)), None)
-    if isinstance(linear, dict) and isinstance(linear.get("full_attn_layers"), list):  # Kimi-Linear counts from 1
-        full = [index - 1 for index in linear["full_attn_layers"] if isinstance(index, int)]
-    if full is not None:
-        return [FULL if index in full else "linear_attention" for index in range(count)]
-    interval, period = _size(inner, "full_attention_interval"), _size(inner, "attn_layer_period")
-    if interval or period:  # Qwen3-Next, and Jamba
-        offset = _size(inner, "attn_layer_offset") if period else interval - 1
-        return [FULL if i % (period or interval) == offset else "linear_attention" for i in range(count)]
-    if isinstance(sliding := inner.get("hybrid_layer_pattern"), list):  # MiMo-V2
-        return [SLIDING if one else FULL for one in sliding]
-    pattern = _size(inner, "sliding_window_pattern", ALTERNATION.get(kind, 0))
-    other = "chunked_attention" if kind == "llama4_text" else SLIDING
-    if pattern > 1 and inner.get(WINDOWS[other]):  # Gemma 2 and 3, Llama 4
-        return [FULL if i % pattern == pattern - 1 else other for i in range(count)]
-    # Mistral slides everywhere, Qwen2 behind a switch and from `max_window_layers` on.
-    slides = bool(inner.get("sliding_window", kind == "mistral")) and inner.get("use_sliding_window", kind in SLIDERS)
-    most = inner.get("max_window_layers", 28)
-    first = most if isinstance(most, int) and kind.startswith("qwen") else 0
-    return [SLIDING if slides and index >= first else FULL for index in range(count)]
-
-
-def _kv_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
-    kinds = layer_kinds(inner)
-    kinds = kinds[: len(kinds) - _size(inner, "num_kv_shared_layers")]  # Gemma's last layers read earlier ones' K/V
-    heads, dim = _size(inner, "num_key_value_heads", _size(inner, "num_attention_heads", 1)), _head_dim(inner)
-    plain = heads * (dim + _size(inner, "v_head_dim", dim))  # MiMo-V2's values are narrower than its keys
-    full = 2 * _size(inner, "num_global_key_value_heads") * _size(inner, "global_head_dim")  # Gemma 4
-    narrow, wide = _size(inner, "swa_head_dim", dim), _size(inner, "swa_v_head_dim", _size(inner, "swa_head_dim", dim))
-    sliding = _size(inner, "swa_num_key_value_heads") * (narrow + wide)  # MiMo-V2
-    rank, indexers = _size(inner, "kv_lora_rank"), inner.get("indexer_types")
+def _kv_layers(model: ModelKeys) -> Iterator[CachedLayer]:
+    kinds, size = model.layer_kinds, model.size
+    kinds = kinds[: len(kinds) - size("num_kv_shared_layers")]  # Gemma's last layers read earlier ones' K/V
+    heads, dim = size("num_key_value_heads", size("num_attention_heads", 1)), _head_dim(model)
+    plain = heads * (dim + size("v_head_dim", dim))  # MiMo-V2's values are narrower than its keys
+    full = 2 * size("num_global_key_value_heads") * size("global_head_dim")  # Gemma 4
+    narrow = size("swa_head_dim", dim)
+    sliding = size("swa_num_key_value_heads") * (narrow + size("swa_v_head_dim", narrow))  # MiMo-V2
+    rank, indexers = size("kv_lora_rank"), model.get("indexer_types")
     for layer, kind in enumerate(kinds):
-        if kind.startswith(RECURRENT_LAYERS):
+        if _without_kv(kind):
             continue
         if rank:  # `indexer_types`: GLM-5.2's "shared" layers have no index of their own
             shares = isinstance(indexers, list) and indexers[layer : layer + 1] == ["shared"]
-            yield CachedLayer(rank + _size(inner, "qk_rope_head_dim"), index_bytes=0 if shares else _index_bytes(inner))
+            yield CachedLayer(rank + size("qk_rope_head_dim"), index_bytes=0 if shares else _index_bytes(model))
         elif kind in WINDOWS:
-            yield CachedLayer(sliding or plain, _size(inner, WINDOWS[kind]) or None)
+            yield CachedLayer(sliding or plain, size(WINDOWS[kind]) or None)
         else:
             yield CachedLayer(full or plain)
 
 
-def _index_bytes(inner: Mapping[str, object]) -> int:
+def _index_bytes(model: ModelKeys) -> int:
     # FP8, and a float32 scale for 128 numbers (SGLang `mem_cache/deepseek_v4_memory_pool.py`).
-    numbers = _size(inner, "index_head_dim")
+    numbers = model.size("index_head_dim")
     return numbers + numbers // 128 * 4
 
 
-def _compressed_layers(inner: Mapping[str, object]) -> Iterator[CachedLayer]:
+def _compressed_layers(model: ModelKeys) -> Iterator[CachedLayer]:
     # DeepSeek-V4: the latent vectors of a window in each layer, and those of 4 or of 128 tokens together in most of
     # them. A vector is FP8 but for its rotary part, and has 8 bytes of scales. An index chooses those of 4 tokens.
-    width, ratios = _head_dim(inner) + _size(inner, "qk_rope_head_dim") + 8, inner.get("compress_ratios")
-    for ratio in ratios[: _size(inner, "num_hidden_layers")] if isinstance(ratios, list) else []:
-        yield CachedLayer(width, _size(inner, "sliding_window", 128))
+    width, ratios = _head_dim(model) + model.size("qk_rope_head_dim") + 8, model.get("compress_ratios")
+    for ratio in ratios[: model.size("num_hidden_layers")] if isinstance(ratios, list) else []:
+        yield CachedLayer(width, model.size("sliding_window", 128))
         if isinstance(ratio, int) and ratio > 0:
-            yield CachedLayer(width, tokens=ratio, index_bytes=_index_bytes(inner) if ratio == 4 else 0)
+            yield CachedLayer(width, tokens=ratio, index_bytes=_index_bytes(model) if ratio == 4 else 0)
 
 
-def _state_bytes(inner: Mapping[str, object]) -> int:
+def _state_bytes(model: ModelKeys) -> int:
     # Engines keep it in float32 unless `mamba_ssm_dtype` says otherwise (SGLang `configs/mamba_utils.py`).
-    kinds = [kind for kind in layer_kinds(inner) if kind.startswith(RECURRENT_LAYERS)]
-    linear = inner.get("linear_attn_config")  # Kimi-Linear
-    sizes = [prod(_size(inner, key) for key in keys) for keys in STATES]
-    if isinstance(linear, dict):
-        sizes.append(_size(linear, "num_heads") * _size(linear, "head_dim") ** 2)
-    if isinstance(inner.get("attn_type_list"), list):  # MiniMax
-        sizes.append(_size(inner, "num_attention_heads") * _head_dim(inner) ** 2)
-    each = 2 if inner.get("mamba_ssm_dtype") in ("bfloat16", "float16") else 4
-    return max(sizes) * each * sum(not kind.startswith(STATELESS) for kind in kinds)
+    numbers = [prod(map(model.size, keys)) for keys in STATES]
+    if linear := model.part("linear_attn_config"):  # Kimi-Linear
+        numbers.append(linear.size("num_heads") * linear.size("head_dim") ** 2)
+    if isinstance(model.get("attn_type_list"), list):  # MiniMax
+        numbers.append(model.size("num_attention_heads") * _head_dim(model) ** 2)
+    each = 2 if model.get("mamba_ssm_dtype") in ("bfloat16", "float16") else 4
+    return max(numbers) * each * sum(_without_kv(kind) == STATE for kind in model.layer_kinds)
 
 
-def _recurrent(inner: Mapping[str, object]) -> bool:
-    keeping = [kind for kind in layer_kinds(inner) if not kind.startswith(MLPS)]
-    return any(kind.startswith(RECURRENT_LAYERS) for kind in keeping) or any(map(inner.get, RECURRENT_KEYS))
+# Weights.
 
 
-def _head_dim(inner: Mapping[str, object]) -> int:
-    return _size(inner, "head_dim") or _size(inner, "hidden_size") // _size(inner, "num_attention_heads", 1)
+class Weights(NamedTuple):
+    """Sums over all layers, embedding and head."""
+
+    bytes: int
+    expert_bytes: int  # of routed experts, among them
+    active_parameters: int  # that one token is multiplied with
 
 
-def _weights(
-    inner: Mapping[str, object], inside: float, of_attention: float, of_experts: float
-) -> tuple[int, int, int]:
-    """Bytes of all weights and of the routed experts among them, and parameters that one token is multiplied with.
+class Mlps(NamedTuple):
+    """The MLPs of all layers."""
 
-    Args:
-        inner: the language model's part of config.json.
-        inside: bits of a weight of an MLP.
-        of_attention: and of one of attention.
-        of_experts: and of one of routed experts.
-    """
-    hidden, experts, kinds = _size(inner, "hidden_size"), _first(inner, EXPERTS), layer_kinds(inner)
-    ends = _size(inner, "vocab_size") * hidden * (1 if inner.get("tie_word_embeddings") else 2)
-    matrices, dense, sparse = _mlps(inner, kinds)
-    each = _size(inner, "moe_intermediate_size", _size(inner, "intermediate_size"))
-    expert = matrices * (_first(inner, EXPERT_WIDTHS) or hidden) * each * sparse
-    shared = _first(inner, SHARED_EXPERTS) or int(inner.get("model_type") == "llama4_text")  # Llama 4 does not say it
-    shared *= _size(inner, "moe_shared_expert_intermediate_size", each)
-    shared = sparse * (shared or _size(inner, "shared_expert_intermediate_size"))  # the second: Qwen
-    mlp = matrices * hidden * ((_first(inner, DENSE_WIDTHS) or _size(inner, "intermediate_size")) * dense + shared)
-    attention, routed = sum(_mixer(inner, hidden, kind) for kind in kinds), expert * experts
-    whole = mlp * inside + routed * of_experts + attention * of_attention + ends * 16
-    return int(whole / 8), int(routed * of_experts / 8), mlp + expert * _first(inner, CHOSEN) + attention + ends
+    matrices: int  # of one MLP
+    dense: int  # layers with a dense one
+    sparse: int  # layers with experts
 
 
-def _mlps(inner: Mapping[str, object], kinds: Sequence[str]) -> tuple[int, int, int]:
-    # Matrices of an MLP, and numbers of layers with a dense one and with experts.
+def _weights(model: ModelKeys, bits: Bits) -> Weights:
+    size, hidden, kinds, mlps = model.size, model.size("hidden_size"), model.layer_kinds, _mlps(model)
+    ends = size("vocab_size") * hidden * (1 if model.get("tie_word_embeddings") else 2)
+    width = size("moe_intermediate_size", size("intermediate_size"))
+    expert = mlps.matrices * (model.size_of("input of experts") or hidden) * width * mlps.sparse
+    # Llama 4 does not say that it has a shared expert. Qwen says the width of all its shared ones together.
+    number = model.size_of("shared experts") or int(model.get("model_type") == "llama4_text")
+    shared = number * size("moe_shared_expert_intermediate_size", width) or size("shared_expert_intermediate_size")
+    dense = model.size_of("dense MLP") or size("intermediate_size")
+    mlp = mlps.matrices * hidden * (dense * mlps.dense + shared * mlps.sparse)
+    mixers = sum(_mixer(model, hidden, kind) for kind in kinds)
+    routed, chosen = expert * model.size_of("experts"), expert * model.size_of("experts per token")
+    total = mlp * bits.mlp + routed * bits.experts + mixers * bits.attention + ends * 16
+    return Weights(int(total / 8), int(routed * bits.experts / 8), mlp + chosen + mixers + ends)
+
+
+def _mlps(model: ModelKeys) -> Mlps:
+    kinds = model.layer_kinds
     if {"mlp", "moe"} & set(kinds):  # Nemotron-H, whose MLPs are layers, of two matrices each
-        return 2, kinds.count("mlp"), kinds.count("moe")
-    if inner.get("enable_moe_block"):  # Gemma 4 has both in every layer
-        return 3, len(kinds), len(kinds)
-    if not _first(inner, EXPERTS):
-        return 3, len(kinds), 0
-    listed, step = inner.get("moe_layer_freq"), _size(inner, "interleave_moe_layer_step")  # the second: Llama 4
-    sparse = sum(map(bool, listed)) if isinstance(listed, list) else len(kinds) - _size(inner, "first_k_dense_replace")
-    sparse = len(kinds) // step if step else sparse
-    return 3, len(kinds) - sparse, sparse
+        return Mlps(2, kinds.count("mlp"), kinds.count("moe"))
+    if model.get("enable_moe_block"):  # Gemma 4 has both in every layer
+        return Mlps(3, len(kinds), len(kinds))
+    if not model.size_of("experts"):
+        return Mlps(3, len(kinds), 0)
+    listed, step = model.get("moe_layer_freq"), model.size("interleave_moe_layer_step")
+    if step:  # Llama 4
+        sparse = len(kinds) // step
+    elif isinstance(listed, list):
+        sparse = sum(map(bool, listed))
+    else:
+        sparse = len(kinds) - model.size("first_k_dense_replace")
+    return Mlps(3, len(kinds) - sparse, sparse)
 
 
-def _mixer(inner: Mapping[str, object], hidden: int, kind: str) -> int:
+def _mixer(model: ModelKeys, hidden: int, kind: str) -> int:
     # What is not the MLP in a layer: attention, or a recurrence of the sizes that are known, else taken to be as large.
-    if kind.startswith(MLPS):
+    size = model.size
+    if _without_kv(kind) == NO_MIXER:
         return 0
-    heads, groups = _size(inner, "linear_num_value_heads"), _size(inner, "linear_num_key_heads")
-    if kind == "linear_attention" and heads and groups:  # Qwen3-Next, Qwen3.5: q, k; v, its gate and the output
-        keys, values = groups * _size(inner, "linear_key_head_dim"), heads * _size(inner, "linear_value_head_dim")
+    heads, groups = size("linear_num_value_heads"), size("linear_num_key_heads")
+    if kind == LINEAR and heads and groups:  # Qwen3-Next, Qwen3.5: q, k; v, its gate and the output
+        keys, values = groups * size("linear_key_head_dim"), heads * size("linear_value_head_dim")
         return hidden * (2 * keys + 3 * values)
-    linear = inner.get("linear_attn_config")
-    if kind == "linear_attention" and isinstance(linear, dict):  # Kimi-Linear: q, k, v and the output, and K3's gate
+    linear = model.part("linear_attn_config")
+    if kind == LINEAR and linear:  # Kimi-Linear: q, k, v and the output, and K3's gate
         matrices = 5 if linear.get("use_full_rank_gate") else 4
-        return matrices * hidden * _size(linear, "num_heads") * _size(linear, "head_dim")
-    if kind == "mamba" and (values := _size(inner, "mamba_num_heads") * _size(inner, "mamba_head_dim")):
-        return hidden * (3 * values + 2 * _size(inner, "n_groups") * _size(inner, "ssm_state_size"))
-    return _attention(inner, hidden)
+        return matrices * hidden * linear.size("num_heads") * linear.size("head_dim")
+    if kind == MAMBA and (values := size("mamba_num_heads") * size("mamba_head_dim")):
+        return hidden * (3 * values + 2 * size("n_groups") * size("ssm_state_size"))
+    return _attention(model, hidden)
 
 
-def _attention(inner: Mapping[str, object], hidden: int) -> int:
+def _attention(model: ModelKeys, hidden: int) -> int:
     # Grouped queries, or DeepSeek's latent form (Kimi).
-    heads = _size(inner, "num_attention_heads", 1)
-    rank, output = _size(inner, "kv_lora_rank"), _size(inner, "o_lora_rank")
+    size, heads, dim = model.size, model.size("num_attention_heads", 1), _head_dim(model)
+    query, rank, output = size("q_lora_rank"), size("kv_lora_rank"), size("o_lora_rank")
     if output:  # DeepSeek-V4: one latent vector is keys and values; the output goes through groups of heads
-        query, width = _size(inner, "q_lora_rank"), heads * _head_dim(inner)
-        return hidden * (query + _head_dim(inner) + _size(inner, "o_groups") * output) + width * (query + output)
+        return hidden * (query + dim + size("o_groups") * output) + heads * dim * (query + output)
     if rank:
-        query, nope = _size(inner, "q_lora_rank"), _size(inner, "qk_nope_head_dim")
-        rope, value = _size(inner, "qk_rope_head_dim"), _size(inner, "v_head_dim")
-        return (
-            hidden * (query + rank + rope) + query * heads * (nope + rope) + rank * heads * (nope + value)
-            + heads * value * hidden
-        )  # fmt: skip
-    gate = heads if inner.get("attn_output_gate") else 0
-    return hidden * _head_dim(inner) * (2 * (heads + _size(inner, "num_key_value_heads", heads)) + gate)
+        rope, nope, value = size("qk_rope_head_dim"), size("qk_nope_head_dim"), size("v_head_dim")
+        down, up = hidden * (query + rank + rope), heads * (query * (nope + rope) + rank * (nope + value))
+        return down + up + heads * value * hidden
+    gate = heads if model.get("attn_output_gate") else 0
+    return hidden * dim * (2 * (heads + size("num_key_value_heads", heads)) + gate)

@@ -8,7 +8,6 @@ meaningless, so a target with any tensor that is not read is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -23,16 +22,10 @@ from dflash_serve.checkpoint.config import (
 )
 from dflash_serve.checkpoint.dialects.keys import QWEN3_HEAD_DIM, TRANSFORMER_KEYS, read_rope
 from dflash_serve.checkpoint.files import TOKENIZER, Header, load_object, read_headers, same_data
+from dflash_serve.checkpoint.quantization import plain_target_only
 from dflash_serve.checkpoint.section import ConfigSection
-from dflash_serve.checkpoint.target import (
-    GENERATION_CONFIG,
-    layer_kinds,
-    native_format,
-    read_recipe,
-    recipe_words,
-    required_size,
-)
-from dflash_serve.checkpoint.tensors import FLOATS, PACKED, RECOMPUTED
+from dflash_serve.checkpoint.target_files import GENERATION_CONFIG, ModelKeys, TargetFiles, read_target
+from dflash_serve.checkpoint.tensors import FLOATS, RECOMPUTED
 from dflash_serve.errors import Problem, UserError, raise_problems
 
 ARCHITECTURES = {
@@ -53,6 +46,11 @@ OTHER = "it may change what the target computes; serve the target with another b
 TOKENIZER_CONFIG, TOKEN_MAP = "tokenizer_config.json", "special_tokens_map.json"
 
 
+def is_embedded(model_type: object) -> bool:
+    """The embedded engine runs the family with this `model_type` of a config.json."""
+    return isinstance(model_type, str) and model_type in ARCHITECTURES
+
+
 class TargetConfig(TransformerConfig):
     """Shape of a dense decoder of the Llama and Qwen families."""
 
@@ -66,31 +64,37 @@ class TargetConfig(TransformerConfig):
 
 
 def read_target_config(folder: Path) -> TargetConfig:
-    """Reads `folder/config.json` (transformers 4 and 5 forms), and the end-of-sequence tokens of the files beside it.
+    """`target_config` of the target in a folder."""
+    return target_config(read_target(folder))
+
+
+def target_config(target: TargetFiles) -> TargetConfig:
+    """A config.json (transformers 4 and 5 forms), and the end-of-sequence tokens of the files beside it.
 
     Raises:
-        UserError: no config.json, a family we do not run, a key that changes what is computed, or an impossible value.
+        UserError: a family we do not run, a key that changes what is computed, or an impossible value.
     """
-    path = folder / "config.json"
-    raw = load_object(path, kind="target")
-    if raw.get("model_type") not in ARCHITECTURES:
+    path = str(target.path)
+    family = target.raw.get("model_type")
+    if not is_embedded(family):
         raise UserError(
-            f"model_type {raw.get('model_type')!r} is not one the embedded backend runs",
-            where=str(path),
+            f"model_type {family!r} is not one the embedded backend runs",
+            where=path,
             do=f"use one of {', '.join(ARCHITECTURES)}; other backends serve more models",
         )
-    section = ConfigSection(raw, str(path), [])
-    fields = _fields(section, folder)
+    section = ConfigSection(target.raw, path, [])
+    fields = _fields(section, target)
     raise_problems(section.problems)
     try:
         return TargetConfig.model_validate(fields)
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"incomplete or impossible: {what}", where=str(path)) from None
+        raise UserError(f"incomplete or impossible: {what}", where=path) from None
 
 
-def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
-    raw, family = config.raw, str(config.raw["model_type"])
+def _fields(config: ConfigSection, target: TargetFiles) -> dict[str, object]:
+    raw, family = target.raw, str(target.raw["model_type"])
+    keys = ModelKeys(raw, target.path)  # of the whole file: these families have no part for their language model
     tokens = {key for key in raw if key.endswith("_token_id")}
     config.only(TRANSFORMER_KEYS | HARMLESS | tokens, OTHER)
     config.refuse("hidden_act", ("silu",), "the embedded backend computes silu", "use another backend")
@@ -100,22 +104,22 @@ def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
     for name in config.architectures:
         if name != ARCHITECTURES[family]:
             config.note(f"architecture {name!r} of a {family} is not computed", f"computed is {ARCHITECTURES[family]}")
-    heads, hidden = required_size(raw, "num_attention_heads", folder), required_size(raw, "hidden_size", folder)
+    heads, hidden = keys.required("num_attention_heads"), keys.required("hidden_size")
     bias = family in HAS_BIAS_KEY and bool(config.given("attention_bias", bool))
     epsilon = config.positive("rms_norm_eps")
     if not config.has("rms_norm_eps"):
         config.note("no rms_norm_eps", "add it: a number")
     return {
         "model_type": family,
-        "vocab_size": required_size(raw, "vocab_size", folder),
+        "vocab_size": keys.required("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": required_size(raw, "intermediate_size", folder),
+        "intermediate_size": keys.required("intermediate_size"),
         "num_attention_heads": heads,
         # Absent, it is all heads in Llama, and a number of its own in each other family; null is all heads.
         "num_key_value_heads": config.integer(KV_HEADS, heads if family == "llama" or KV_HEADS in raw else None),
         "head_dim": config.integer("head_dim", QWEN3_HEAD_DIM if family == "qwen3" else max(1, hidden // heads)),
-        "layers": _layers(config, required_size(raw, "num_hidden_layers", folder)),
-        "max_position_embeddings": required_size(raw, "max_position_embeddings", folder),
+        "layers": _layers(config, keys),
+        "max_position_embeddings": keys.required("max_position_embeddings"),
         "rms_norm_eps": epsilon,
         "rope": read_rope(config, DEFAULT_THETA),
         "qkv_bias": bias or family == "qwen2",
@@ -123,12 +127,12 @@ def _fields(config: ConfigSection, folder: Path) -> dict[str, object]:
         "mlp_bias": family == "llama" and bool(config.given("mlp_bias", bool)),
         "qk_norm": family == "qwen3",
         "tie_word_embeddings": bool(config.given("tie_word_embeddings", bool)),
-        "eos_token_ids": tuple(_ends(config, folder)),
+        "eos_token_ids": tuple(_ends(config, target)),
     }
 
 
-def _layers(config: ConfigSection, count: int) -> tuple[AttentionKind, ...]:
-    kinds = layer_kinds(config.raw)
+def _layers(config: ConfigSection, keys: ModelKeys) -> tuple[AttentionKind, ...]:
+    count, kinds = keys.required("num_hidden_layers"), keys.layer_kinds  # in this order: an absurd number is refused
     if len(kinds) != count:
         config.note(f"layer_types names {len(kinds)} layers but num_hidden_layers is {count}", "correct one of them")
     for unknown in sorted({*kinds} - {FULL, SLIDING}):
@@ -143,18 +147,15 @@ def _layers(config: ConfigSection, count: int) -> tuple[AttentionKind, ...]:
     return tuple(AttentionKind(causal=True, window=window if kind == SLIDING else None) for kind in kinds)
 
 
-def _ends(config: ConfigSection, folder: Path) -> list[int]:
+def _ends(config: ConfigSection, target: TargetFiles) -> list[int]:
     # The union of three files, as in SGLang and vLLM: chat models end a turn by a token that config.json may not name.
-    beside = folder / GENERATION_CONFIG
-    sources = [config]
-    if beside.is_file():
-        sources.append(ConfigSection(load_object(beside, kind="target"), str(beside), config.problems))
+    beside = ConfigSection(target.generation, str(target.folder / GENERATION_CONFIG), config.problems)
     ends: dict[int, None] = {}
-    for source in sources:
+    for source in (config, beside):
         several = isinstance(source.raw.get("eos_token_id"), list)
         given = source.integers("eos_token_id") if several else source.optional_integer("eos_token_id", minimum=0)
         ends |= dict.fromkeys(given if isinstance(given, tuple) else [] if given is None else [given])
-    own = _tokenizers_end(folder)
+    own = _tokenizers_end(target.folder)
     return [*ends] if own is None else [*(ends | {own: None})]
 
 
@@ -184,76 +185,18 @@ def _tokenizers_end(folder: Path) -> int | None:
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
-    ("NVFP4", frozenset({"weight U8", "weight_scale F8_E4M3"})),
-    ("NVFP4", frozenset({"weight_packed U8", "weight_scale F8_E4M3"})),
-    ("MXFP4", frozenset({"weight U8", "weight_scale U8"})),
-    ("MXFP4", frozenset({"weight_packed U8", "weight_scale U8"})),
-    ("MXFP8", frozenset({"weight F8_E4M3", "weight_scale U8"})),
-    ("FP8 by block", frozenset({"weight F8_E4M3", "weight_scale_inv"})),
-    ("FP8 per tensor", frozenset({"weight F8_E4M3", "weight_scale of one"})),
-    ("FP8", frozenset({"weight F8_E4M3"})),
-    ("FP8", frozenset({"weight F8_E5M2"})),
-    ("INT8", frozenset({"weight I8"})),
-    ("GPTQ", frozenset({"qweight", "g_idx"})),
-    ("AWQ", frozenset({"qweight"})),
-    ("INT4", frozenset({"weight_packed I32"})),
-)
-"""Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
-KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
-PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
 ONE_TARGET = "use weights and config.json of one model"
 
 
-def read_target_headers(folder: Path, config: TargetConfig, problems: list[Problem]) -> dict[str, Header]:
-    """The tensors of a target by name; every reason why the embedded engine cannot read them becomes a problem.
+def read_target_headers(target: TargetFiles, config: TargetConfig) -> tuple[dict[str, Header], list[Problem]]:
+    """The tensors of a target by name, and every reason why the embedded engine cannot read them.
 
     For a quantised target this is the only problem: misfits of its tensors follow from it.
     """
     unreadable: list[Problem] = []
-    headers = read_headers(folder, unreadable)
-    found = quantisation_problems(folder, headers) or unreadable or list(_misfits(headers, config, folder))
-    problems += found
-    return headers
-
-
-def quantisation_problems(folder: Path, headers: Mapping[str, Header]) -> list[Problem]:
-    """The problem of a quantised target, by its config.json, hf_quant_config.json or tensors; [] for a plain one.
-
-    Args:
-        headers: of its files; empty if they are not fetched yet.
-
-    Raises:
-        UserError: one of the two files is no JSON object.
-    """
-    recipe = read_recipe(load_object(folder / "config.json", kind="target"), folder)
-    signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))
-    sign, native = next(signs, None), native_format(recipe)
-    if sign is None and native is None:
-        return []
-    said = f"its recipe says {', '.join(recipe_words(recipe))}" if native else f"tensor {sign}"
-    what = f"the target is quantised ({_scheme(recipe, headers)}; {said})"
-    what += ", the embedded backend reads float32, bfloat16 and float16 weights only"
-    return [Problem(what, str(folder), PLAIN_TARGET)]
-
-
-def _is_packed(name: str, dtype: str) -> bool:
-    return (name.endswith(PACKED) and not name.endswith(KV_SCALES)) or dtype not in {*FLOATS, "I64", "BOOL"}
-
-
-def _scheme(recipe: Mapping[str, object], headers: Mapping[str, Header]) -> str:
-    # By the tensors if they identify it, else by the recipe.
-    native = native_format(recipe) or "unknown scheme"
-    if native in ("awq", "gptq"):  # both have the same tensor names
-        return native.upper()
-    kinds: set[str] = set()
-    for name, header in headers.items():
-        last = name.rpartition(".")[2]
-        kinds |= {last, f"{last} {header.dtype}"} | ({f"{last} of one"} if prod(header.shape) == 1 else set())
-    shown = next((scheme for scheme, signs in SCHEMES if signs <= kinds), None)
-    if shown is None and native == "fp8":
-        return "FP8 by block" if recipe.get("weight_block_size") else "FP8"
-    return shown or (native.upper() if native in ("nvfp4", "mxfp4") else native)
+    headers = read_headers(target.folder, unreadable)
+    quantised = plain_target_only(target.recipe, headers, target.folder)
+    return headers, quantised or unreadable or list(_misfits(headers, config, target.folder))
 
 
 def _misfits(headers: Mapping[str, Header], config: TargetConfig, folder: Path) -> Iterator[Problem]:

@@ -22,10 +22,11 @@ from dflash_serve.adapter.protocol import Backend
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
 from dflash_serve.checkpoint.source import PROVENANCE, target_source
 from dflash_serve.checkpoint.target import TargetShape, read_target_shape
-from dflash_serve.checkpoint.tensors import SCALES, Quantization
+from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need

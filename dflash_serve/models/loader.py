@@ -19,14 +19,11 @@ from dflash_serve.checkpoint.files import (
     read_headers,
     tokenizer_problems,
 )
+from dflash_serve.checkpoint.quantization import plain_target_only
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
-from dflash_serve.checkpoint.target_config import (
-    TargetConfig,
-    quantisation_problems,
-    read_target_config,
-    read_target_headers,
-)
+from dflash_serve.checkpoint.target_config import TargetConfig, read_target_headers, target_config
+from dflash_serve.checkpoint.target_files import read_target
 from dflash_serve.checkpoint.tensors import FLOATS
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.models.drafter import Drafter, read_hot_tokens, takes_hot_tokens
@@ -91,10 +88,11 @@ def load_target(
     """
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    folder = target_folder(name, revision)
-    config, problems = read_target_config(folder), list[Problem]()
-    weights = _Weights(read_target_headers(folder, config, problems))
+    target = read_target(target_folder(name, revision))
+    config = target_config(target)
+    headers, problems = read_target_headers(target, config)
     raise_problems(problems)
+    weights = _Weights(headers)
     with torch.device("meta"):
         model = TargetModel(config)
     state = {}
@@ -140,7 +138,7 @@ def head_weight(name: str, revision: str | None = None) -> Tensor:
         found = [stored for stored in headers if stored.endswith(ending)]
         if len(found) == 1:
             if headers[found[0]].dtype not in FLOATS:
-                raise_problems(quantisation_problems(folder, headers))
+                raise_problems(plain_target_only(read_target(folder).recipe, headers, folder))
             return _Weights(headers)[found[0]]
     do = "give the target's folder or hub id"
     raise UserError("neither lm_head.weight nor embed_tokens.weight", where=str(folder), do=do)

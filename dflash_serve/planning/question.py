@@ -22,16 +22,10 @@ from dflash_serve.adapter.checks import (
 )
 from dflash_serve.adapter.launch import kv_bytes_each
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import (
-    CHOSEN,
-    TargetLayout,
-    language_model,
-    read_target_layout,
-    target_configuration,
-)
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment.description import Deployment, Parallel
@@ -240,10 +234,10 @@ def read_pair(deployment: Deployment) -> Pair:
     layout = read_target_layout(folder, model)
     if layout.experts and not layout.experts_per_token:
         what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
-        raise UserError(what, where=model.model, do=f"add {CHOSEN[0]} to it")
+        raise UserError(what, where=model.model, do=f"add {KEYS['experts per token'][0]} to it")
     if deployment.drafter is None:
         block = deployment.speculation.block_size or USUAL_BLOCK
-        drafter, assumed = usual_drafter(layout, load_object(folder / "config.json", kind="target"), block)
+        drafter, assumed = usual_drafter(layout, read_target(folder), block)
     else:
         drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
@@ -252,13 +246,13 @@ def read_pair(deployment: Deployment) -> Pair:
     return Pair(model, folder, layout, drafter, assumed, kv_bytes_each(deployment, layout), share)
 
 
-def usual_drafter(layout: TargetLayout, raw: Mapping[str, Any], block_size: int) -> tuple[DrafterConfig, str]:
+def usual_drafter(layout: TargetLayout, target: TargetFiles, block_size: int) -> tuple[DrafterConfig, str]:
     """A drafter of the usual shape for this target, and a sentence that says that it is assumed.
 
     Raises:
         UserError: the target's sizes fit no drafter.
     """
-    shape, wide = layout.shape, language_model(raw).get("intermediate_size")
+    shape, wide = layout.shape, target.model.get("intermediate_size")
     try:
         config = DrafterConfig(
             block_size=block_size,

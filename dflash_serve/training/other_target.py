@@ -6,7 +6,7 @@ checkpoint is never run. MXFP4 weights are computed in bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash_serve.checkpoint.config import FULL, AttentionKind, RopeConfig, TransformerConfig
+from dflash_serve.checkpoint.config import AttentionKind, RopeConfig, TransformerConfig
 from dflash_serve.checkpoint.dialects.keys import read_rope
-from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.section import ConfigSection
-from dflash_serve.checkpoint.target import language_model, native_format, read_recipe, required_size
-from dflash_serve.checkpoint.target_config import ARCHITECTURES, read_target_config
+from dflash_serve.checkpoint.target_config import is_embedded, read_target_config
+from dflash_serve.checkpoint.target_files import read_target
 from dflash_serve.common.extras import need
 from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError, raise_problems
@@ -33,8 +32,8 @@ TOLERANCE = 0.02  # Of the largest logit: bfloat16 in another order of sums
 
 def other_family(folder: Path) -> str | None:
     """The model_type of the target in `folder` if the embedded engine does not run it, else None."""
-    found = load_object(folder / "config.json", kind="target").get("model_type")
-    return None if found in ARCHITECTURES else str(found)
+    found = read_target(folder).raw.get("model_type")
+    return None if is_embedded(found) else str(found)
 
 
 def read_sizes(folder: Path) -> TransformerConfig:
@@ -45,44 +44,34 @@ def read_sizes(folder: Path) -> TransformerConfig:
     """
     if other_family(folder) is None:
         return read_target_config(folder)
-    path = folder / "config.json"
-    raw = load_object(path, kind="target")
-    stored = native_format(read_recipe(raw, folder))
+    target = read_target(folder)
+    path, stored, model = str(target.path), target.recipe.format, target.model
     if stored not in READ_FORMATS:
         what = f"the target is quantised ({stored}), and its features are computed in bfloat16"
-        raise UserError(what, where=str(path), do="use its unquantised checkpoint")
-    inner = language_model(raw)
-    section = ConfigSection({"rope_parameters": _rope(inner)}, str(path), [])
+        raise UserError(what, where=path, do="use its unquantised checkpoint")
+    # a drafter has one kind of layer: the RoPE of full attention, over all of a head
+    read = {*RopeConfig.model_fields, "rope_theta", "rope_type", "type"}
+    section = ConfigSection({"rope_parameters": {key: model.rope[key] for key in model.rope.keys() & read}}, path, [])
     rope = read_rope(section)
     raise_problems(section.problems)
-    heads, hidden = required_size(inner, "num_attention_heads", folder), required_size(inner, "hidden_size", folder)
-    given = {key: inner[key] for key in ("max_position_embeddings", "rms_norm_eps") if inner.get(key) is not None}
+    heads, hidden = model.required("num_attention_heads"), model.required("hidden_size")
+    optional = {key: model.get(key) for key in ("max_position_embeddings", "rms_norm_eps")}
     try:
         return TransformerConfig.model_validate(
             {
-                "vocab_size": required_size(inner, "vocab_size", folder),
+                "vocab_size": model.required("vocab_size"),
                 "hidden_size": hidden,
-                "intermediate_size": required_size(inner, "intermediate_size", folder),
+                "intermediate_size": model.required("intermediate_size"),
                 "num_attention_heads": heads,
-                "num_key_value_heads": inner.get("num_key_value_heads") or heads,
-                "head_dim": inner.get("head_dim") or hidden // heads,
-                "layers": (AttentionKind(causal=True),) * required_size(inner, "num_hidden_layers", folder),
+                "num_key_value_heads": model.get("num_key_value_heads") or heads,
+                "head_dim": model.get("head_dim") or hidden // heads,
+                "layers": (AttentionKind(causal=True),) * model.required("num_hidden_layers"),
                 "rope": rope,
-                **given,
+                **{key: value for key, value in optional.items() if value is not None},
             }
         )
     except ValidationError as error:
-        raise UserError(describe(error), where=str(path), do="give a language model") from None
-
-
-def _rope(inner: Mapping[str, Any]) -> dict[str, object]:
-    # the RoPE of full attention, over all of a head: a drafter has one kind of layer
-    rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
-    if nested := [one for one in rope.values() if isinstance(one, dict)]:
-        rope = rope.get(FULL, nested[0])
-    read = {*RopeConfig.model_fields, "rope_type", "type"}
-    known = {key: value for key, value in rope.items() if key in read}
-    return {"rope_theta": rope.get("rope_theta", inner.get("rope_theta")), **known}
+        raise UserError(describe(error), where=path, do="give a language model") from None
 
 
 class OtherTarget(nn.Module):
@@ -159,7 +148,7 @@ def load_other_target(folder: Path, device: torch.device) -> OtherTarget:
     from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
     more: dict[str, Any] = {"device_map": {"": device}}
-    if native_format(read_recipe(load_object(folder / "config.json", kind="target"), folder)) == "mxfp4":
+    if read_target(folder).recipe.format == "mxfp4":
         more["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         config = AutoConfig.from_pretrained(folder)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.formats import Format, dequantized
+from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import assemble
-from dflash_serve.checkpoint.tensors import Quantization
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm import TensorRTLLMBackend
 from dflash_tensorrt_llm.plugin import drafter as plugin

@@ -36,8 +36,9 @@ from dflash_engines.recipe import Checkpoints
 from dflash_engines.trtllm_checkpoint import write_checkpoints
 from dflash_serve.checkpoint.files import read_manifest
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, quantize
+from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import load_weights, read_config
-from dflash_serve.checkpoint.tensors import FUSED, Quantization
+from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.deployment.description import Deployment
 from tests.support.built import flip_last_byte
 from tests.support.engine_readers import FUSED_BY

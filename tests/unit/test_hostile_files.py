@@ -22,9 +22,10 @@ from dflash_serve.adapter.last_run import LastRun
 from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint import writer
 from dflash_serve.checkpoint.files import read_headers, read_manifest
+from dflash_serve.checkpoint.quantization import find_recipe
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, recorded_survival
-from dflash_serve.checkpoint.target import read_recipe, read_target_layout
+from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.documents import read_json, read_yaml
 from dflash_serve.common.files import whole_folder
@@ -197,7 +198,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "kept results": ("report.json.partial.jsonl", lambda path: Store(path, {})),
     "prompts": ("prompts.jsonl", jsonl_prompts),
     "a target": ("config.json", lambda path: read_target_layout(path.parent, Model(model="x"))),
-    "a quantisation": ("hf_quant_config.json", lambda path: read_recipe({}, path.parent)),
+    "a quantisation": ("hf_quant_config.json", lambda path: find_recipe([], path.parent)),
 }
 """Files of others, or that a crash may have damaged: name -> reader."""
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.adapter.checks import layer_problems
 from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
-from dflash_serve.checkpoint.tensors import ALIASES, plain_only
+from dflash_serve.checkpoint.tensors import ALIASES
 from dflash_serve.errors import Problem
 from dflash_sglang.launch_plan import head_problems
 

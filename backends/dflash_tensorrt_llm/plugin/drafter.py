@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor, Weight, dequantized
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import assemble, read_config
-from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 

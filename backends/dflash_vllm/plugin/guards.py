@@ -7,9 +7,9 @@ from typing import Any
 
 from dflash_serve.adapter.checks import layer_problems
 from dflash_serve.checkpoint.loading import StrictLoader
+from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.errors import Problem
 from dflash_vllm.drafter_rules import drafter_problems
 

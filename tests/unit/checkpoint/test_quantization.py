@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.formats import Format, dequantized, quantize
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import load_weights, open_checkpoint, read_config
-from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter
 from tests.support.built import seal

@@ -369,6 +369,14 @@ def test_a_file_that_is_no_json_object_is_one_line(name: str, tmp_path: Path) ->
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("family", [["llama"], {"llama": 1}, 3, None])
+def test_a_model_type_that_is_no_name_is_one_line(family: object, tmp_path: Path) -> None:
+    target = write_paper_target(tmp_path / "target")
+    edit_json(target / "config.json", {"model_type": family})
+    with pytest.raises(UserError, match="is not one the embedded backend runs"):
+        read_target_config(target)
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "shape": read_target_shape,
     "layout": lambda folder: read_target_layout(folder, Model(model="t")),

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.checkpoint.formats import Format
+from dflash_serve.checkpoint.quantization import Quantization, read_quantization
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.tensors import Quantization, read_quantization
 from dflash_serve.errors import UserError
 from dflash_tensorrt_llm.plugin import BUILT
 from tests.support.engine_readers import READERS

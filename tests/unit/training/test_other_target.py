@@ -88,6 +88,13 @@ def test_a_drafter_is_trained_for_gpt_oss_with_answers_of_a_server(
     assert load_drafter(tmp_path / "out" / "drafter").config == config
 
 
+def test_a_rope_that_is_no_object_is_one_line(tmp_path: Path) -> None:
+    folder = write_tiny_target(tmp_path / "target", family="gpt_oss")
+    edit_json(folder / "config.json", {"rope_parameters": 3, "rope_theta": None})
+    with pytest.raises(UserError, match="rope_theta"):
+        read_sizes(folder)
+
+
 def _likeliest(capsys: pytest.CaptureFixture[str]) -> int:
     said = re.search(r"(\d+)% of the server's tokens", capsys.readouterr().err)
     assert said is not None

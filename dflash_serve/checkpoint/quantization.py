@@ -1,0 +1,267 @@
+"""Quantisation of checkpoints, as their files declare it and as their tensors show it. No torch.
+
+config.json declares it in `quantization_config`, ModelOpt also in `hf_quant_config.json` beside it. A target may use
+any method, which its engine reads (`QuantizationRecipe`). Of drafters only FP8 and NVFP4 are read (`Quantization`):
+ModelOpt 0.47 and `dflash-serve build` write both files, in different shapes. The embedded engine reads plain weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from dflash_serve.checkpoint.config import BUILD
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, load_object, read_object
+from dflash_serve.checkpoint.tensors import FLOATS, PACKED
+from dflash_serve.errors import Problem, raise_problems
+
+if TYPE_CHECKING:
+    from dflash_serve.checkpoint.formats import Format
+    from dflash_serve.deployment.description import Quantization as Requested
+
+BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
+"""Bits per weight with its scales: NVFP4 has 8 bits for 16 values, MXFP4 8 for 32."""
+OTHER_BITS = 4.5  # bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)
+FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
+"""Format -> words in a recipe that identify it."""
+QUANTISING_ATTENTION = ("fp8", "nvfp4")  # formats whose checkpoints quantise attention; others keep it in bf16
+ATTENTION_MODULE = r"(attn|mixer)\.\w*proj"
+SPARED_ATTENTION = r"self_attn(\W*|\.kv_\w*proj\w*)$"  # modules of a recipe that keep attention in bf16
+
+
+class Bits(NamedTuple):
+    """Bits of a weight with its scales, by part of the model."""
+
+    mlp: float
+    attention: float
+    experts: float  # routed ones
+
+
+@dataclass(frozen=True)
+class QuantizationRecipe:
+    """A target's quantisation, of any method, as its files declare it."""
+
+    fields: Mapping[str, object]  # {} = unquantised
+
+    @property
+    def words(self) -> list[str]:
+        """Names of its method, algorithm and storage, in lower case."""
+        names = map(self.fields.get, ("quant_method", "quant_algo", "format"))
+        return [str(name).lower() for name in names if name]
+
+    @property
+    def format(self) -> str | None:
+        """Format of the weights: fp8, nvfp4, mxfp4, or the name of another method; None = unquantised."""
+        words = self.words
+        for name, marks in FORMATS.items():
+            if any(mark in word for word in words for mark in marks):
+                return name
+        return words[0] if words else None
+
+    @property
+    def by_module(self) -> Mapping[str, str]:
+        """Module -> its algorithm, in lower case; only ModelOpt's MIXED_PRECISION lists them."""
+        listed = self.fields.get("quantized_layers")
+        entries = listed.items() if isinstance(listed, dict) else ()
+        return {module: str(entry.get("quant_algo")).lower() for module, entry in entries if isinstance(entry, dict)}
+
+    @property
+    def quantises_head(self) -> bool:
+        """The head's weights are quantised too."""
+        return (self.format == "nvfp4" and not self.spares("lm_head")) or "lm_head" in self.by_module
+
+    @property
+    def quantises_kv(self) -> bool:
+        """It requests quantised keys and values."""
+        return bool(self.fields.get("kv_cache_quant_algo") or self.fields.get("kv_cache_scheme"))
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of weights that share an FP8 scale; 0 = its scales are others."""
+        shape = self.fields.get("weight_block_size")
+        return max(0, shape[0]) if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+
+    def spares(self, pattern: str) -> bool:
+        """It leaves a module unquantised that matches the regular expression."""
+        lists = [self.fields.get(key) for key in ("exclude_modules", "ignore", "modules_to_not_convert")]
+        return any(re.search(pattern, str(module)) for each in lists if isinstance(each, list) for module in each)
+
+    def bits(self, requested: Requested, expert_dtype: object) -> Bits:
+        """Bits of the weights as an engine stores them.
+
+        Args:
+            requested: format that the engine converts the checkpoint to; `none` = it does not.
+            expert_dtype: the key of config.json with this name (DeepSeek-V4).
+        """
+        format = self.format if requested == "none" else requested
+        mlp = BITS.get(format or "none", OTHER_BITS)
+        attention = mlp if format in QUANTISING_ATTENTION and not self.spares(SPARED_ATTENTION) else 16
+        if requested != "none":
+            return Bits(mlp, attention, mlp)
+        listed = (algorithm for module, algorithm in self.by_module.items() if re.search(ATTENTION_MODULE, module))
+        if (algorithm := next(listed, None)) is not None:
+            attention = BITS["nvfp4" if "nvfp4" in algorithm else "fp8"]
+        of_experts = self.fields.get("moe_quant_algo") or ("mxfp4" if expert_dtype == "fp4" else format)
+        return Bits(mlp, attention, BITS.get(str(of_experts).lower(), mlp))
+
+
+def find_recipe(holders: Iterable[Mapping[str, object]], folder: Path) -> QuantizationRecipe:
+    """A target's recipe: of the first of these objects of its config.json that has one, else of ModelOpt's file.
+
+    Raises:
+        UserError: ModelOpt's file is no JSON object.
+    """
+    for holder in holders:
+        for key in (IN_CONFIG, "compression_config"):  # the second is what compressed-tensors wrote at first
+            inside = holder.get(key)
+            if isinstance(inside, dict):
+                return QuantizationRecipe(inside)
+    beside = folder / QUANT_CONFIG
+    found = load_object(beside, kind="target").get("quantization") if beside.is_file() else None
+    return QuantizationRecipe(found if isinstance(found, dict) else {})
+
+
+SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
+    ("NVFP4", frozenset({"weight U8", "weight_scale F8_E4M3"})),
+    ("NVFP4", frozenset({"weight_packed U8", "weight_scale F8_E4M3"})),
+    ("MXFP4", frozenset({"weight U8", "weight_scale U8"})),
+    ("MXFP4", frozenset({"weight_packed U8", "weight_scale U8"})),
+    ("MXFP8", frozenset({"weight F8_E4M3", "weight_scale U8"})),
+    ("FP8 by block", frozenset({"weight F8_E4M3", "weight_scale_inv"})),
+    ("FP8 per tensor", frozenset({"weight F8_E4M3", "weight_scale of one"})),
+    ("FP8", frozenset({"weight F8_E4M3"})),
+    ("FP8", frozenset({"weight F8_E5M2"})),
+    ("INT8", frozenset({"weight I8"})),
+    ("GPTQ", frozenset({"qweight", "g_idx"})),
+    ("AWQ", frozenset({"qweight"})),
+    ("INT4", frozenset({"weight_packed I32"})),
+)
+"""Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
+KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
+PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
+
+
+def plain_target_only(recipe: QuantizationRecipe, headers: Mapping[str, Header], folder: Path) -> list[Problem]:
+    """The problem of a quantised target for the embedded engine, by its recipe or its tensors; [] for a plain one.
+
+    Args:
+        recipe: of the target.
+        headers: of its files; empty if they are not fetched yet.
+        folder: its folder, for the message.
+    """
+    signs = (f"{name} is {header.dtype}" for name, header in headers.items() if _is_packed(name, header.dtype))
+    sign, native = next(signs, None), recipe.format
+    if sign is None and native is None:
+        return []
+    said = f"its recipe says {', '.join(recipe.words)}" if native else f"tensor {sign}"
+    what = f"the target is quantised ({_scheme(recipe, headers)}; {said})"
+    what += ", the embedded backend reads float32, bfloat16 and float16 weights only"
+    return [Problem(what, str(folder), PLAIN_TARGET)]
+
+
+def _is_packed(name: str, dtype: str) -> bool:
+    return (name.endswith(PACKED) and not name.endswith(KV_SCALES)) or dtype not in {*FLOATS, "I64", "BOOL"}
+
+
+def _scheme(recipe: QuantizationRecipe, headers: Mapping[str, Header]) -> str:
+    # By the tensors if they identify it, else by the recipe.
+    native = recipe.format or "unknown scheme"
+    if native in ("awq", "gptq"):  # both have the same tensor names
+        return native.upper()
+    kinds: set[str] = set()
+    for name, header in headers.items():
+        last = name.rpartition(".")[2]
+        kinds |= {last, f"{last} {header.dtype}"} | ({f"{last} of one"} if prod(header.shape) == 1 else set())
+    shown = next((scheme for scheme, signs in SCHEMES if signs <= kinds), None)
+    if shown is None and native == "fp8":
+        return "FP8 by block" if recipe.fields.get("weight_block_size") else "FP8"
+    return shown or (native.upper() if native in ("nvfp4", "mxfp4") else native)
+
+
+ALGORITHMS: Mapping[object, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantisation that a drafter declares."""
+
+    format: Format
+    excluded: tuple[str, ...]  # patterns of modules that stay in bf16
+    kv_cache: str | None = None  # algorithm of the K/V cache; None = as the activations
+
+
+def read_quantization(folder: Path) -> Quantization | None:
+    """The quantisation in a drafter's config.json and hf_quant_config.json; None = not quantised.
+
+    Raises:
+        UserError: an algorithm that is not read, two files that disagree, or a file that is no JSON object.
+    """
+    problems: list[Problem] = []
+    raw = read_object(folder / "config.json", problems)
+    found, unread = find_quantization(raw or {}, folder)
+    raise_problems(problems + unread)
+    return found
+
+
+def find_quantization(config: Mapping[str, object], folder: Path) -> tuple[Quantization | None, list[Problem]]:
+    """The quantisation in a drafter's parsed config.json and in the hf_quant_config.json beside it, and its problems.
+
+    None = not quantised, or by an algorithm that is not read, which is a problem.
+    """
+    inline, beside = config.get(IN_CONFIG), folder / QUANT_CONFIG
+    if inline is not None and not isinstance(inline, dict):
+        what = f"{IN_CONFIG} is {inline!r}, not an object"
+        return None, [Problem(what, str(folder / "config.json"), "correct it")]
+    problems: list[Problem] = []
+    declared = {
+        f"config.json's {IN_CONFIG}": inline,
+        QUANT_CONFIG: read_object(beside, problems) if beside.is_file() else None,
+    }
+    read: dict[str, Quantization] = {}
+    for name, outer in declared.items():
+        if entry := _entry(outer):
+            found = _quantization(entry, name, folder)
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                read[name] = found
+    if len({found.format for found in read.values()}) > 1:
+        said = ", ".join(f"{name} says {found.format}" for name, found in read.items())
+        problems.append(Problem(said, str(folder), "keep the right one"))
+    return next(iter(read.values()), None), problems
+
+
+def _entry(outer: Mapping[str, object] | None) -> Mapping[str, object] | None:
+    # ModelOpt's exporters write `quant_algo` at either of two depths.
+    inner = (outer or {}).get("quantization")
+    return cast("Mapping[str, object]", inner) if isinstance(inner, dict) and inner else outer or None
+
+
+def _quantization(entry: Mapping[str, object], name: str, folder: Path) -> Quantization | Problem:
+    algorithm = entry.get("quant_algo") or entry.get("quant_method")
+    format = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    if format is None:
+        what = f"the drafter is quantised with {algorithm!r} ({name}), which is not read"
+        return Problem(what, str(folder), BUILD)
+    listed = entry.get("exclude_modules", entry.get("ignore"))
+    excluded = tuple(str(module) for module in listed) if isinstance(listed, list) else ()
+    kv_cache = entry.get("kv_cache_quant_algo")
+    return Quantization(format, excluded, str(kv_cache) if kv_cache else None)
+
+
+def plain_only(quantization: Quantization | None, reader: str, where: str) -> list[Problem]:
+    """The problem of a quantised drafter for a reader of plain weights; [] for a plain drafter.
+
+    Args:
+        quantization: of the drafter.
+        reader: name of the reader in the message, such as `the embedded backend`.
+        where: the field or folder that names the drafter.
+    """
+    if quantization is None:
+        return []
+    what = f"the drafter is quantised to {quantization.format.upper()}, {reader} reads bf16 drafters only"
+    return [Problem(what, where, "use the bf16 drafter it was made from, or a backend that reads quantised ones")]
