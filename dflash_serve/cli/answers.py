@@ -22,9 +22,10 @@ from dflash_serve.answers.evaluation import EvaluationReport, SpeedComparison, T
 from dflash_serve.answers.llm import LLM
 from dflash_serve.answers.prompts import task_prompts, template_kwargs, with_variables
 from dflash_serve.cli import options
-from dflash_serve.cli.options import described_pair, number, survival_text
+from dflash_serve.cli.options import described_pair
 from dflash_serve.common.extras import need
-from dflash_serve.common.files import require_file, write_whole
+from dflash_serve.common.files import require_file
+from dflash_serve.common.reports import number, survival_text, write_json
 from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -168,7 +169,7 @@ def evaluate(
         watch=_bar(quiet or as_json),
     )
     if output is not None:
-        write_whole(output, report.model_dump_json(indent=1) + "\n", do="name another --output")
+        write_json(output, report)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
