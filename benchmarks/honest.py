@@ -30,6 +30,7 @@ from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.provenance import environment
+from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.speculation.params import SamplingParams
@@ -146,7 +147,7 @@ def main(
             Console().print(engine, found[-1])
     kept = json.loads(output.read_text()) if output.is_file() else {}
     kept[engine] = {"environment": environment().model_dump(), "runs": found}
-    output.write_text(json.dumps(kept, indent=1) + "\n")
+    write_json(output, kept)
     Console().print(Counter(one["headline"].split(":")[0] for one in found))
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from dflash_serve.adapter.launch import running_server
 from dflash_serve.common.provenance import environment
+from dflash_serve.common.reports import write_json
 from dflash_serve.deployment.variables import COST_TABLE
 from tests.support.sglang_server import PATIENCE, OnCpu, deployment, tiny_pair
 from tests.support.tiny import write_tiny_drafter
@@ -47,7 +48,7 @@ def main(output: Annotated[Path | None, typer.Option(help="write the figures her
         table.add_row(requests, *(f"{time:.0f} ({operators})" for time, operators in ways.values()))
     Console().print(table)
     if output is not None:
-        output.write_text(json.dumps({"environment": environment().model_dump(), "steps": found}, indent=1) + "\n")
+        write_json(output, {"environment": environment().model_dump(), "steps": found})
 
 
 if __name__ == "__main__":

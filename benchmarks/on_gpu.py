@@ -43,6 +43,7 @@ import yaml
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import commit, now, query_gpus, versions
+from dflash_serve.common.reports import write_json
 
 ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-c", "from dflash_serve.cli.main import run; run()")
@@ -329,7 +330,7 @@ def main(
         report["steps"].append(found)
         report["table"] += rows(found)
         report["seconds"] = round(monotonic() - began, 1)
-        write_whole(output / REPORT, json.dumps(report, indent=1) + "\n")
+        write_json(output / REPORT, report)
         print("\n".join(rows(found)), flush=True)
     raise typer.Exit(int(any(each["outcome"] != "ok" for each in report["steps"])))
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
-from dflash_serve.common.files import write_whole
+from dflash_serve.common.reports import write_json
 from dflash_serve.deployment.description import Model
 from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
@@ -149,7 +149,7 @@ def main() -> None:
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip
-    write_whole(RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(RESULT, result)
 
 
 if __name__ == "__main__":

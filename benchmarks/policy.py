@@ -14,7 +14,6 @@ The policy's constants are chosen on one half of the situations (`tuned`) and ju
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.simulator import STEPS, Cell, Load, Neighbour, Oracle, Synthetic, replays, run, surfaces
 from dflash_serve.common.provenance import commit, now
+from dflash_serve.common.reports import write_json
 from dflash_serve.speculation import width
 from dflash_serve.speculation.costs import CostModel, Floats
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
@@ -216,7 +216,7 @@ def write(results: Sequence[Result], whose: dict[str, str], seeds: int, output: 
     ]
     made = {"commit": commit(), "at": now(), "steps": STEPS, "seeds": seeds, "split seed": SPLIT_SEED}
     report = {"made": made, "least": LEAST, "halves": summary, "cells": rows}
-    output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    write_json(output, report)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ All ways run alternately, so a busy spell of the machine slows all of them alike
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -22,7 +19,8 @@ from rich.table import Table
 
 from dflash_serve.answers.engine import Stream
 from dflash_serve.bench.settings import AUTO, OFF
-from dflash_serve.common.provenance import commit, processor, versions
+from dflash_serve.common.provenance import environment, versions
+from dflash_serve.common.reports import write_json
 
 ANSWERS = 32, 128
 """Tokens of the shortest and of the longest answer: requests should not stay in step."""
@@ -99,19 +97,8 @@ def show(results: list[dict[str, Any]], title: str) -> None:
 
 
 def write_report(load: Mapping[str, Any], results: list[Any], output: Path | None, **more: Any) -> None:
-    """Writes load and results with environment and versions as JSON; `output` None = no file."""
-    if output is None:
-        return
-    environment: dict[str, Any] = {
-        "processor": processor(),
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "python": platform.python_version(),
-        "commit": commit() or "unknown",
-    }
-    found = versions("torch", "transformers", "dflash", "dflash-serve")
-    report = {"environment": environment, "versions": found, "load": load, **more, "results": results}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
+    """Writes load and results with the environment as JSON; `output` None = no file."""
+    if output is not None:
+        seen = {**environment().model_dump(), "threads": torch.get_num_threads()}
+        peers = versions("dflash")  # z-lab's
+        write_json(output, {"environment": seen, "versions": peers, "load": load, **more, "results": results})

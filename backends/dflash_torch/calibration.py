@@ -4,9 +4,8 @@ A step's cost is the time of a whole step with drafts that cost nothing: the hos
 step. On a GPU it is the time of one of several captured steps, each launched before the one before is read; drafts are
 timed by themselves. The costs only seed the width policy, which corrects them by the steps that it sees.
 
-Noise only adds time, so each figure is the least of its repetitions. Repetitions of all figures are interleaved, so
-that a busy moment affects all row counts alike. The figures are kept in the cache folder under everything that changes
-them, with their spread; a measurement with a large spread is repeated at the next start.
+The figures are kept in the cache folder under everything that changes them, with their spread; a measurement with a
+large spread is repeated at the next start.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from dflash_serve.models.kv_cache import Span, to_device
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import is_stored_in_bfloat16
 from dflash_serve.models.target import TargetModel
-from dflash_serve.speculation.costs import CostModel, is_confirmed
+from dflash_serve.speculation.costs import CostModel, of_context_token, time_in_turns, without_context
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth
 
@@ -58,8 +57,6 @@ REPETITIONS, MOST_REPETITIONS = 5, 15
 IN_A_ROW = 4
 # Up to this number of rows, all rows belong to one request.
 ONE_BLOCK = 8
-# Least share of a measured pass that is left after the cost of its contexts is subtracted.
-LEAST = 0.1
 # A measurement with a larger spread was disturbed by other work and is repeated at the next start.
 LARGE_SPREAD = 0.2
 
@@ -109,11 +106,7 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         for rows in (1, min(block_size, ONE_BLOCK)):
             jobs["target_context", rows] = alone.target_step(rows)
         jobs["draft_context", 1] = alone.draft_pass(1)
-    times = {job: [timed() for _ in range(2)][1:] for job, timed in jobs.items()}
-    for turn in range(1, MOST_REPETITIONS):
-        for job, timed in jobs.items():
-            if turn < REPETITIONS or not is_confirmed(times[job]):
-                times[job].append(timed())
+    times = time_in_turns(jobs, lambda job: jobs[job](), REPETITIONS, MOST_REPETITIONS)
     least = {job: min(seconds) for job, seconds in times.items()}
     spread = median(median(seconds) / min(seconds) - 1 for seconds in times.values())
     return Calibration(cost=tabulate(least, entries, long), spread=spread)
@@ -128,10 +121,10 @@ def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) 
     of_token, of_row = _slopes(target, target_context, long)
     of_draft = sum(_slopes(draft, draft_context, long))
     bare_target = {
-        rows: max(LEAST * taken, taken - CONTEXT * (of_token * _contexts(rows, entries) + of_row * rows))
+        rows: without_context(taken, CONTEXT * (of_token * _contexts(rows, entries) + of_row * rows))
         for rows, taken in target.items()
     }
-    bare_draft = {count: max(LEAST * taken, taken - CONTEXT * of_draft * count) for count, taken in draft.items()}
+    bare_draft = {count: without_context(taken, CONTEXT * of_draft * count) for count, taken in draft.items()}
     return CostModel(
         target=bare_target, draft=bare_draft, target_context=of_token, draft_context=of_draft, target_attention=of_row
     )
@@ -143,7 +136,7 @@ def _slopes(short: Mapping[int, float], long: Mapping[int, float], length: int) 
     Args:
         short, long: passes over CONTEXT tokens and over `length`, by rows of one request.
     """
-    more = {rows: max(0.0, taken - short[rows]) / (length - CONTEXT) for rows, taken in long.items()}
+    more = {rows: of_context_token(short[rows], taken, length - CONTEXT) for rows, taken in long.items()}
     if not more:
         return 0.0, 0.0
     one, most = min(more), max(more)
@@ -160,7 +153,7 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
     def __init__(self, target: TargetModel, drafter: Drafter, block_size: int, entries: int, context: int) -> None:
         self.entries, self.context, self.device = entries, context, target.device
         capacity = context + (IN_A_ROW + 3) * block_size
-        self.speculator = _FreeDrafts(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
+        self.speculator = _Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         self.static = self.speculator.drafter_runner.static
         policy, limits = FixedWidth(block_size), {"max_batch_size": entries, "capacity": capacity}
         self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False, shared=None)
@@ -190,11 +183,12 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         shape = gained, speculator.drafter.config.feature_size
 
         def run() -> object:
+            speculator.ready = None
             features = torch.ones(shape, dtype=target.embedding.dtype, device=target.device)
             scratch = [_scratch_request(entry, self.context, gained) for entry in range(requests)]
             for request in scratch:
                 request.features.append(features)
-            return Speculator.draft(speculator, scratch, [speculator.block_size] * requests)
+            return speculator.draft(scratch, [speculator.block_size] * requests)
 
         return self._captured_drafts(requests) if self.static else lambda: _seconds(run, self.device)
 
@@ -205,22 +199,25 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         table = to_device([[entry, self.context, 1] for entry in range(requests)], self.device)
 
         def work(table: Tensor) -> tuple[Tensor]:
-            return (Speculator.draft_blocks(speculator, table, shape, joined=True),)
+            return (speculator.draft_blocks(table, shape, joined=True),)
 
         def run() -> None:
+            speculator.ready = None
             for _ in range(IN_A_ROW):
                 speculator.drafter_runner.run(shape, "drafts", work, table)
 
         return lambda: _seconds(run, self.device) / IN_A_ROW
 
 
-class _FreeDrafts(Speculator):
-    ready: Sequence[list[int]] = ()
+class _Speculator(Speculator):  # its drafts cost nothing while they are `ready`
+    ready: Sequence[list[int]] | None = None
 
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
-        return list(self.ready)
+        return super().draft(requests, widths) if self.ready is None else list(self.ready)
 
     def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+        if self.ready is None:
+            return super().draft_blocks(table, shape, joined=joined)
         return table.new_ones(len(table), shape.width - 1)
 
 

@@ -5,13 +5,27 @@ Counters of slots and widths are those of every engine: `dflash_serve.adapter.co
 
 from __future__ import annotations
 
-from dflash_serve.adapter.counters import LINES, read_slot_counters
+from dflash_serve.adapter.counters import LINES, read_slot_counters, where_absent
 from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes
-from dflash_serve.common.prometheus import Scrape, rate
+from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PREFIX = "dflash:"
 ACCEPTANCE_LENGTH = f"{PREFIX}spec_decode_acceptance_length"
+# Names of release 0.2, which are written beside today's until 0.4; counters without `_total`.
+DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_BY_SLOT = (
+    f"{PREFIX}spec_decode_num_{name}"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+WIDTHS, SURVIVAL = f"{PREFIX}spec_decode_width", f"{PREFIX}spec_decode_survival"
+EARLIER = {
+    "acceptance_length": (
+        "{{pod}}",
+        f"1 + {rate(f'{ACCEPTED}_total', by='pod')} / {rate(f'{DRAFTS}_total', by='pod')}",
+    ),
+    "survival": ("slot {{slot}}", gauge(SURVIVAL, by="slot", fold="avg")),
+    "widths": ("width {{width}}", rate(f"{WIDTHS}_total", by="width")),
+}
 QUEUED, RUNNING = f"{PREFIX}num_requests_waiting", f"{PREFIX}num_requests_running"
 CACHE_USAGE = f"{PREFIX}kv_cache_usage_perc"
 PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens_cached"
@@ -43,6 +57,7 @@ FACTS = EngineFacts(
         request_latency=f"{PREFIX}e2e_request_latency_seconds",
     ),
     speculation=LINES,
+    earlier=where_absent(EARLIER),
     errors=("{{pod}}", rate(f"{REQUESTS_ENDED}_total", by="pod", extra=', finished_reason="error"')),
     refused=("{{status}}", rate(f"{REQUESTS_REFUSED}_total", by="status")),
     read_acceptance=read_acceptance,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_serve.adapter.counters import LINES, read_slot_counters
+from dflash_serve.adapter.counters import LINES, read_slot_counters, renamed, where_absent
 from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.common.settings import ENV_PREFIX
@@ -16,6 +16,7 @@ GUESSED_COSTS = f"{ENV_PREFIX}GUESSED_COSTS"
 DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_{name}_total" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 )
+EARLIER = "dflash_vllm:"  # Prefix of our plug-in's counters in release 0.2; both are written until 0.4
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
@@ -57,6 +58,7 @@ FACTS = EngineFacts(
         request_latency="vllm:e2e_request_latency_seconds",
     ),
     speculation=LINES,
+    earlier=where_absent(renamed(EARLIER)),
     # By hundreds (`4xx`), so those that were refused are not apart.
     errors=("{{status}}", rate("http_requests_total", by="status", extra=', status=~"[45].."')),
     read_acceptance=read_acceptance,

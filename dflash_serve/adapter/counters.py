@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from dflash_serve.adapter.facts import SpeculationLines
+from dflash_serve.adapter.facts import Line, SpeculationLines
 from dflash_serve.common.prometheus import Samples, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -39,6 +39,17 @@ LINES = SpeculationLines(
 )
 
 
+def where_absent(earlier: Mapping[str, Line]) -> SpeculationLines:
+    """Lines by earlier names of these metrics, drawn only where no server has today's names."""
+    new: dict[str, Line] = vars(LINES)
+    return SpeculationLines(**{name: (old[0], f"{old[1]} unless {new[name][1]}") for name, old in earlier.items()})
+
+
+def renamed(prefix: str) -> dict[str, Line]:
+    """The lines of these metrics by another prefix."""
+    return {name: (legend, query.replace(PREFIX, prefix)) for name, (legend, query) in vars(LINES).items()}
+
+
 class SlotCounters:
     """The counters of one engine in this process. Needs prometheus_client.
 
@@ -46,11 +57,17 @@ class SlotCounters:
 
     Args:
         trims: the engine verifies an unknown part of each block.
+        earlier: prefix that their names had, under which they are counted, too.
         labels: of all series, by name.
     """
 
-    def __init__(self, block_size: int, *, trims: bool = False, **labels: str) -> None:
-        self._series = cache(lambda name, place: _counter(name, *labels).labels(*labels.values(), str(place)))
+    def __init__(self, block_size: int, *, trims: bool = False, earlier: str | None = None, **labels: str) -> None:
+        prefixes = [PREFIX] if earlier is None else [PREFIX, earlier]
+
+        def series(name: str, place: int | str) -> list[Any]:
+            return [_counter(name, one, *labels).labels(*labels.values(), str(place)) for one in prefixes]
+
+        self._series = cache(series)
         self._series(STEPS, TRIMMED if trims else block_size)
         for name, place in product((ACCEPTED,) if trims else (OFFERED, ACCEPTED), range(1, block_size)):
             self._series(name, place)
@@ -61,7 +78,8 @@ class SlotCounters:
         for name, counts in given:
             for place, count in counts.items():
                 if count > 0:
-                    self._series(name, place).inc(count)
+                    for series in self._series(name, place):
+                        series.inc(count)
 
 
 def slot_counts(counts: AcceptanceStatistics, block_size: int) -> dict[str, dict[int, float]]:
@@ -78,11 +96,11 @@ def slot_counts(counts: AcceptanceStatistics, block_size: int) -> dict[str, dict
 
 
 @cache
-def _counter(name: str, *labels: str) -> Any:  # one for all engines of this process
+def _counter(name: str, prefix: str, *labels: str) -> Any:  # one for all engines of this process
     from prometheus_client import Counter
 
     label, about = COUNTERS[name]
-    return Counter(name, about, [*labels, label])
+    return Counter(name.replace(PREFIX, prefix), about, [*labels, label])
 
 
 def read_slot_counters(samples: Samples, title: str, prefix: str) -> AcceptanceStatistics | None:

@@ -61,6 +61,8 @@ class EngineFacts:
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
     """Reads speculation from a server's metrics; None = they are not this engine's."""
+    earlier: SpeculationLines | None = None
+    """Speculation by the names of release 0.2, which servers have beside today's until 0.4."""
     errors: Line | None = None  # Requests that failed, a second, as a line of the dashboard
     refused: Line | None = None
     """Requests that a full or unready server turned away (429, 503), a second; None = among the errors."""

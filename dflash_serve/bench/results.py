@@ -7,11 +7,9 @@ the ratio at every point of the baseline's frontier.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from itertools import groupby
 from math import floor, log10
 from pathlib import Path
@@ -23,14 +21,13 @@ from pydantic import computed_field
 
 from dflash_serve.bench.aiperf import Figures, RequestSettings
 from dflash_serve.bench.settings import AUTO, OFF, Cell, Settings, Variant
-from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import Environment
+from dflash_serve.common.reports import UNKNOWN, counted, html_page, json_text, write_files
 from dflash_serve.common.settings import Frozen
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-JSON, HTML, TEMPLATE = "bench.json", "report.html", "report.html.jinja"
-UNKNOWN = "\N{EN DASH}"
+JSON, HTML = "bench.json", "report.html"
 SIDE_BY_SIDE = "over all concurrencies, at each all variants in turn, another one first each time; servers side by side"
 IN_TURN = "over all variants, one server at a time, for each all concurrencies; another one first in each round"
 KNOWN_COLOURS = {OFF: "#7b8794", AUTO: "#0b6bcb"}
@@ -379,10 +376,7 @@ def write_report(report: ReportData, folder: Path) -> list[Path]:
     Raises:
         UserError: a file cannot be written.
     """
-    contents = {JSON: json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n", HTML: as_html(report)}
-    for name, content in contents.items():
-        write_whole(folder / name, content, do="name another --output")
-    return [folder / name for name in contents]
+    return write_files(folder, {JSON: json_text(as_json(report)), HTML: as_html(report)})
 
 
 def as_json(report: ReportData) -> dict[str, Any]:
@@ -410,15 +404,6 @@ def as_json(report: ReportData) -> dict[str, Any]:
 
 def _quotients(point: Point) -> dict[str, Any]:
     return {"acceptance_length": point.acceptance.acceptance_length, "survival": point.survival or None}
-
-
-def html_page(package: str, **values: Any) -> str:
-    """One HTML document that needs no network: the package's template with these values."""
-    from jinja2 import Environment, StrictUndefined
-
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters.update(figure=_figure, counted=counted)
-    return jinja.from_string((files(package) / TEMPLATE).read_text(encoding="utf-8")).render(**values)
 
 
 def as_html(report: ReportData) -> str:
@@ -451,12 +436,3 @@ def _end_of_axis(values: Iterable[float]) -> float:
     largest = max(values, default=0.0) or 1.0
     power = 10.0 ** floor(log10(largest))
     return power * next(step for step in (1, 1.5, 2, 3, 5, 8, 10, 15) if step * power >= 1.05 * largest)
-
-
-def _figure(value: float | None, digits: int = 1, unit: str = "") -> str:
-    return UNKNOWN if value is None else f"{value:,.{digits}f}{unit}"
-
-
-def counted(count: int, word: str) -> str:
-    """`1 user`, `2 users`."""
-    return f"{count} {word}" + ("" if count == 1 else "s")

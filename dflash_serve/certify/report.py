@@ -7,16 +7,15 @@ width that changes nothing is called faster by that rule in 2 % of cases after t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from dflash_serve.bench.results import LoadRatio, counted, html_page
+from dflash_serve.bench.results import LoadRatio
 from dflash_serve.bench.settings import AUTO, OFF
 from dflash_serve.common.documents import read_json
-from dflash_serve.common.files import write_whole
+from dflash_serve.common.reports import counted, html_page, json_text, write_files
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import differences
 from dflash_serve.errors import UserError
@@ -199,8 +198,7 @@ def write_certificate(certificate: Certificate, folder: Path) -> None:
     """
     value = certificate.model_dump(mode="json")
     page = {"it": value, "title": value["served"]["Target"], "columns": COLUMNS, "rows": table(certificate)}
-    write_whole(folder / JSON, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    write_whole(folder / HTML, html_page("dflash_serve.certify", **page))
+    write_files(folder, {JSON: json_text(value), HTML: html_page("dflash_serve.certify", **page)})
 
 
 def table(found: Measurements) -> list[list[str]]:

@@ -16,10 +16,11 @@ from rich.table import Table
 from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.answers.prompts import read_prompt_set, template_kwargs
 from dflash_serve.cli import options
-from dflash_serve.cli.options import described_pair, number, survival_text
+from dflash_serve.cli.options import described_pair
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
+from dflash_serve.common.reports import number, survival_text
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Options that several verbs share, the deployment that they describe, and figures as they are printed.
+"""Options that several verbs share, and the deployment that they describe.
 
 A verb adds its own default. Where it has bounds of its own, it shares the wording alone.
 """
@@ -186,13 +186,3 @@ def name_drafter(deployment: Deployment, backend: InstalledBackend, *, quiet: bo
     if told is not None and not quiet:
         typer.echo(remark(told, deployment.serving.log_format), err=True)
     return found
-
-
-def number(value: float | None, digits: int) -> str:
-    """The figure as it is printed; one that is not known is `unknown`."""
-    return "unknown" if value is None else f"{value:.{digits}f}"
-
-
-def survival_text(survival: Iterable[float | None]) -> str:
-    """Survival slot by slot, as it is printed; `?` = not known."""
-    return " ".join("?" if value is None else f"{value:.2f}" for value in survival) or "unknown"

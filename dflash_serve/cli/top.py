@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_serve.cli import options
-from dflash_serve.cli.options import number
 from dflash_serve.client.metrics import LiveFigures, MetricsSource
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
+from dflash_serve.common.reports import number
 from dflash_serve.errors import UserError
 
 Url = Annotated[str, typer.Argument(help="Address of a running server, of any engine.", metavar="URL")]

@@ -47,7 +47,8 @@ def dashboard() -> Document:
 
 
 def _speculation_and_latency(engines: Sequence[EngineFacts]) -> dict[str, list[Panel]]:
-    lines, metrics = [engine.speculation for engine in engines], [engine.metrics for engine in engines]
+    metrics = [engine.metrics for engine in engines]
+    lines = [each for engine in engines for each in (engine.speculation, engine.earlier) if each is not None]
     acceptance = "Tokens gained per verification, the bonus token counted; 1 = speculation gains nothing."
     survival = (
         "Probability that a drafted token is accepted, by its slot in the block. A slot 1 near 0 is a drafter that "

@@ -22,7 +22,7 @@ from dflash_serve.answers.prompts import context_needed, prompts_digest, with_va
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.files import write_whole
+from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment, KVCacheSettings, Limits, Parallel, Serving
 from dflash_serve.doctor.diagnosis import SuspectReport
@@ -99,8 +99,7 @@ def examine(
         else:
             report = examination.examine_pair(first_difference)
         report = report.model_copy(update={"notes": (*report.notes, *left_out)})
-        text = json.dumps({"pair": made_by, **report.model_dump(mode="json")}, indent=1, ensure_ascii=False)
-        write_whole(output, text + "\n", do="name another --output")
+        write_json(output, {"pair": made_by, **report.model_dump(mode="json")})
     return report
 
 

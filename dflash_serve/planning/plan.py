@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import yaml
 
 from dflash_serve.adapter.launch import resolve
 from dflash_serve.adapter.registry import backend, server_backend
-from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import commit, now, versions
+from dflash_serve.common.reports import json_text, write_files
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
@@ -475,8 +474,8 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """
     costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, _widths(plan.question.block_size))
     contents = {
-        JSON: json.dumps(as_json(plan), indent=1, ensure_ascii=False) + "\n",
-        COSTS: costs.model_dump_json(indent=1) + "\n",
+        JSON: json_text(as_json(plan)),
+        COSTS: json_text(costs),
     }
     if plan.deployment is not None:
         told, servers = plan.verdict(), plan.copies // plan.copies_in_one_server
@@ -490,7 +489,5 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
         contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
     if plan.question.calibration:
-        contents[CONSTANTS] = plan.question.constants.model_dump_json(indent=1) + "\n"
-    for name, content in contents.items():
-        write_whole(folder / name, content, do="name another --output")
-    return [folder / name for name in contents]
+        contents[CONSTANTS] = json_text(plan.question.constants)
+    return write_files(folder, contents)

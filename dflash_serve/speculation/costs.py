@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import log
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +14,56 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Job = TypeVar("Job")
 Measurements = Annotated[dict[PositiveInt, Seconds], Field(min_length=1)]
 
 NODES: Final = 17
 """Corrections are kept for 1, 2, 4, ... 65536 rows: more than any step verifies."""
 CONFIRMED: Final = 0.05
 """Largest relative gap between the two least of repeated measurements."""
+LEAST_SHARE: Final = 0.1
+"""Least share of a measured pass that is left after the cost of its contexts is subtracted."""
 
 
 def is_confirmed(seconds: Sequence[float]) -> bool:
     """True if the two least measurements agree; else other work may have disturbed all of them."""
     least, *more = sorted(seconds)
     return bool(more) and more[0] <= (1 + CONFIRMED) * least
+
+
+def time_in_turns(
+    jobs: Collection[Job],
+    timed: Callable[[Job], float],
+    repetitions: int,
+    most: int,
+    agreed: Callable[[list[Job]], Iterable[Job]] = list,
+) -> dict[Job, list[float]]:
+    """Seconds of each job, repeated in turns, so that other work disturbs all jobs alike. The first turn warms up.
+
+    Noise only adds time, so the least of a job's seconds is its figure.
+
+    Args:
+        timed: runs a job and gives its seconds.
+        repetitions: of every job; those that are not confirmed then are repeated on, up to `most` times.
+        agreed: gets the jobs of a turn, and gives those that all ranks run.
+    """
+    times: dict[Job, list[float]] = {job: [] for job in jobs}
+    for turn in range(1 + most):
+        for job in agreed([job for job in jobs if turn <= repetitions or not is_confirmed(times[job])]):
+            seconds = timed(job)
+            if turn:
+                times[job].append(seconds)
+    return times
+
+
+def of_context_token(short: float, long: float, tokens: int) -> float:
+    """Seconds that one token of context adds, by two passes whose contexts differ by so many tokens."""
+    return max(0.0, long - short) / max(1, tokens)
+
+
+def without_context(taken: float, of_context: float) -> float:
+    """Seconds of a pass without those of its contexts, which are estimates."""
+    return max(LEAST_SHARE * taken, taken - of_context)
 
 
 class Context(NamedTuple):

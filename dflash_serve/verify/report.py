@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import PACKAGES, now, versions
+from dflash_serve.common.reports import write_json
 from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
@@ -163,7 +163,7 @@ def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: F
 
 def write_report(report: VerifyReport, path: Path) -> None:
     """Writes a report as JSON; raises UserError if it cannot be written."""
-    write_whole(path, report.model_dump_json(indent=1) + "\n", do="name another --output")
+    write_json(path, report)
 
 
 def conclude(

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dflash_serve.adapter.registry import embedded_backend
-from dflash_serve.answers.engine import Engine, RequestOutput
+from dflash_serve.answers.engine import Engine, Prompt, RequestOutput
+from dflash_serve.answers.evaluation import answer_all
 from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.formats import FP8_MAX
@@ -60,11 +61,8 @@ def answer(work: Work, deployment: Deployment, wanted: Prompts) -> Measured:
 
 def greedy_answers(engine: Engine, prompts: Sequence[str], max_tokens: int) -> list[RequestOutput]:
     """The engine's greedy answers, each prompt as the one message of a chat."""
-    params = [SamplingParams(temperature=0, max_tokens=max_tokens)] * len(prompts)
-    stream = engine.stream([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    for _ in stream:
-        pass
-    return stream.outputs()
+    asked: list[Prompt] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return answer_all(engine, asked, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
 def embedded_engine(deployment: Deployment, target: Path, **sections: Mapping[str, object]) -> Engine:

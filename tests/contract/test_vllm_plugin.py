@@ -217,6 +217,7 @@ def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -
         return [REGISTRY.get_sample_value(f"{name}_total", {**labels, label: str(value)}) for value in values]
 
     assert counted(STEPS, "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]
+    assert counted("dflash_vllm:steps", "width", 1, 2, 3, 4) == [3 + 8, None, 3, 2]  # its name in release 0.2
     assert counted(OFFERED, "slot", 1, 2, 3, 4) == [5, 5, 2, 0]
     assert counted(ACCEPTED, "slot", 1, 2, 3, 4) == [4, 2, 1, 0]
 

@@ -18,6 +18,7 @@ SCRAPED = {"namespace", "pod", "app_kubernetes_io_instance"}
 PREFIXES = {
     "dflash:": {"torch"},
     "dflash_serve:": {"sglang", "torch", "vllm"},
+    "dflash_vllm:": {"vllm"},
     "http_requests_total": {"vllm"},
     "sglang:": {"sglang"},
     "trtllm_": {"tensorrt-llm"},

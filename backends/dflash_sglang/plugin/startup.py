@@ -31,7 +31,7 @@ from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.utils import get_available_gpu_memory
 
-from dflash_serve.speculation.costs import CostModel, is_confirmed
+from dflash_serve.speculation.costs import CostModel, of_context_token, time_in_turns, without_context
 
 from .ranks import RankError, Ranks
 
@@ -151,14 +151,11 @@ def measure(worker: Any, widths: list[int], run: RunStep, ranks: Ranks) -> CostM
     counts = sorted({most, *(2**i for i in range(most.bit_length()))})
     jobs: list[Job] = [(requests, width, short) for requests in counts for width in widths]
     jobs += [(1, width, long) for width in (1, max(widths)) if long > short]
-    times: dict[Job, list[float]] = {job: [] for job in jobs}
-    # Interleaved, so that other work disturbs all alike; the first turn warms up.
-    for turn in range(1 + MOST_REPETITIONS):
-        again = [job for job in jobs if turn <= REPETITIONS or not is_confirmed(times[job])]
-        for job in ranks.from_first("the steps to time", lambda again=again: again):  # type: ignore[misc]
-            seconds = timed(worker, job, run, ranks)
-            if turn:
-                times[job].append(seconds)
+
+    def agreed(again: list[Job]) -> list[Job]:
+        return ranks.from_first("the steps to time", lambda: again)
+
+    times = time_in_turns(jobs, lambda job: timed(worker, job, run, ranks), REPETITIONS, MOST_REPETITIONS, agreed)
     slowest = (-time for time in ranks.least(*(-min(times[job]) for job in jobs)))
     return tabulate(dict(zip(jobs, slowest, strict=True)))
 
@@ -234,11 +231,11 @@ def tabulate(seconds: Mapping[Job, float]) -> CostModel:
     widest = max(width for _, width, _ in seconds)
 
     def per_token(width: int) -> float:  # of context, of one request
-        return max(0.0, seconds[1, width, long] - seconds[1, width, short]) / max(1, long - short)
+        return of_context_token(seconds[1, width, short], seconds[1, width, long], long - short)
 
     alone, beside = per_token(1), max(per_token(1), per_token(widest))
     bare = {
-        (n, w): max(LEAST, taken - n * short * (alone if w == 1 else beside))
+        (n, w): without_context(taken, n * short * (alone if w == 1 else beside))
         for (n, w, context), taken in seconds.items()
         if context == short
     }

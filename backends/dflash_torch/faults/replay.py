@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash_serve.answers.engine import Prompt, RequestOutput
+from dflash_serve.answers.evaluation import answer_all
 from dflash_serve.checkpoint.config import uniform_target_layer_ids
 from dflash_serve.doctor.evidence import Prediction, Steps, distance
 from dflash_serve.models.drafter import Drafter
@@ -136,10 +137,7 @@ class EmbeddedReference:
         return texts
 
     def _run(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
-        stream = self.engine.fixed(self.width).stream(prompts, [params or self.params] * len(prompts))
-        for _ in stream:
-            pass
-        return stream.outputs()
+        return answer_all(self.engine.fixed(self.width), prompts, params or self.params)
 
 
 def _prediction(outputs: Sequence[RequestOutput]) -> Prediction:

@@ -120,6 +120,19 @@ class ServerMetrics(Collector):
         for name, values in slot_counts(counts, now.block_size or 1).items():
             label, about = COUNTERS[name]
             yield self._family(CounterMetricFamily, name, about, values, label)
+        yield from self._earlier(counts, now.block_size or 1)
+
+    def _earlier(self, counts: AcceptanceStatistics, block_size: int) -> Iterable[Metric]:
+        """The counters by their names of release 0.2."""
+        counter, about = CounterMetricFamily, "Replaced by dflash_serve:steps and dflash_serve:slots_*."
+        yield self._family(counter, facts.DRAFTS, about, counts.verifications)
+        yield self._family(counter, facts.DRAFTED, about, counts.drafted)
+        yield self._family(counter, facts.ACCEPTED, about, counts.accepted)
+        yield self._family(counter, facts.WIDTHS, about, counts.widths or {}, "width")
+        accepted, survival = counts.accepted_by_slot or [], counts.survival(block_size)
+        by_position = dict(enumerate([*accepted, *[0.0] * (len(survival) - len(accepted))]))
+        yield self._family(counter, facts.ACCEPTED_BY_SLOT, about, by_position, "position")
+        yield self._family(GaugeMetricFamily, facts.SURVIVAL, about, dict(enumerate(survival, start=1)), "slot")
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, LABELS, registry=self.registry, buckets=SECONDS).labels(self.model_name)
@@ -132,7 +145,7 @@ class ServerMetrics(Collector):
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
         text: str,
-        value: float | Mapping[int, float] | None,
+        value: float | Mapping[int, float | None] | None,
         label: str | None = None,
     ) -> Metric:  # with a sample for each number that is known; `label` tells several apart
         family = kind(name, text, labels=LABELS if label is None else [*LABELS, label])

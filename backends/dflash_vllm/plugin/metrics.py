@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dflash_serve.adapter.counters import TRIMMED, SlotCounters
+from dflash_vllm.facts import EARLIER
 
 from . import METHODS, STRICT, is_ours, proof
 from .widths import trims
@@ -32,7 +33,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             model = str(vllm_config.model_config.served_model_name)
             self.trims = trims(asked)
             block, labels = asked.num_speculative_tokens + 1, {"model_name": model, "engine": str(engine_index)}
-            self.counters = SlotCounters(block, trims=self.trims, **labels)
+            self.counters = SlotCounters(block, trims=self.trims, earlier=EARLIER, **labels)
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         """Counts one step of the engine. Raises nothing: an error of a stat logger ends vLLM's engine."""

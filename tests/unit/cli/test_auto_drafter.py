@@ -9,7 +9,6 @@ import pytest
 
 from dflash_serve.adapter import checks
 from dflash_serve.checkpoint.catalogue import AUTO, Catalogue
-from dflash_serve.cli import answers
 from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 from tests.support.command_line import call
@@ -82,7 +81,7 @@ def test_doctor_examines_it_at_its_commit(pair: tuple[Path, Path], monkeypatch: 
     assert examined == [Model(model=str(pair[1])), Model(model="a/other", revision="0" * 40)]
 
 
-def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def read(name: str, revision: str | None = None) -> object:
@@ -90,7 +89,6 @@ def test_evaluate_reads_the_block_of_the_commit(monkeypatch: pytest.MonkeyPatch)
         raise UserError("seen")
 
     monkeypatch.setattr(checks, "read_config", read)
-    given = {"target": "a/target", "drafter": AUTO, "quiet": True, "width": None}
-    with pytest.raises(UserError, match="seen"):
-        answers._with_width(None, given)
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "the fox"}\n')
+    assert call(monkeypatch, "evaluate", "--target", "a/target", "--drafter", AUTO, "--task", f"mine={prompts}") == 2
     assert asked == [("a/other", "0" * 40)]

@@ -59,8 +59,10 @@ def test_the_acceptance_length_and_the_speed_up_are_at_the_one_width_that_is_sta
         timed.append(engine)
         return SimpleNamespace(ratio=2.0)
 
-    monkeypatch.setattr("dflash_serve.cli.answers.compare_with_plain", compare)
-    monkeypatch.setattr("dflash_serve.cli.answers.context_needed", lambda *_: 99)  # not the target's whole context
+    monkeypatch.setattr("dflash_serve.answers.evaluation.compare_with_plain", compare)
+    monkeypatch.setattr(
+        "dflash_serve.answers.evaluation.context_needed", lambda *_: 99
+    )  # not the target's whole context
     asked = ("--target", pair[0], "--drafter", pair[1], "--max-tokens", 12, "--max-batch-size", 2, "--json")
     assert call(monkeypatch, "evaluate", "--task", f"mine={prompts}", *asked, *given) == 0
     report = json.loads(capsys.readouterr().out)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_serve.answers import evaluation
 from dflash_serve.answers.engine import Engine, Prompt
-from dflash_serve.cli import answers
-from dflash_serve.cli.answers import TimedRun
+from dflash_serve.answers.evaluation import TimedRun
 from dflash_serve.speculation.params import SamplingParams
 from tests.support.command_line import call
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
@@ -157,11 +157,11 @@ def test_variables_that_no_template_reads_are_one_line(ask: Ask, flags: tuple[st
 
 def test_an_answer_is_printed_as_it_is(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tabs, brackets and the names of emoji, too."""
-    text, really = "if x:\n\ta[b] = ':smile:' [bold]c[/bold]", answers.time_run
+    text, really = "if x:\n\ta[b] = ':smile:' [bold]c[/bold]", evaluation.time_run
 
     def saying(engine: Engine, prompt: Prompt, params: SamplingParams, show: Callable[[str], None]) -> TimedRun:
         show(text)
         return really(engine, prompt, params)
 
-    monkeypatch.setattr(answers, "time_run", saying)
+    monkeypatch.setattr("dflash_serve.cli.answers.time_run", saying)
     assert ask("hi", "--max-tokens", 4, "--quiet")[1] == f"{text}\n\n"

@@ -1,6 +1,7 @@
 """Every field of a Deployment reaches the engine that a verb starts, or the verb refuses it by its name.
 
-An engine is stopped where it would load its models: what it was given is looked at.
+An engine is stopped where it would load its models, and what it was given is looked at; `serve` and `deploy` hand on a
+file, which is read. Other engines' launches are looked at in `tests/unit/adapters/test_no_field_is_dropped.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ CHANGED: Mapping[str, object] = {
 }  # fmt: skip
 LIMITS = {"max_batch_size": 2, "max_model_len": 64}
 COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "serve": ("{file}", "--folder", "served"),
+    "deploy": ("{file}", "--backend", "torch", "--render", "helm", "--output", "values.yaml"),
     "generate": ("hello", "--deployment", "{file}", "--max-tokens", "8"),
     "evaluate": ("{file}", "--task", "own={prompts}", "--max-tokens", "8"),
     "verify": ("{file}", "--samples", "0", "--output", "{output}"),
@@ -79,7 +82,12 @@ def folders(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / KEY).write_text("sk-of-a-test\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the fox"}\n{"prompt": "a dog"}\n')
     monkeypatch.chdir(tmp_path)
+
+    def become(*_: object) -> NoReturn:
+        stop(Deployment.model_validate_json(Path("served", "deployment.json").read_text()))
+
     monkeypatch.setattr("dflash_torch.engine.start_engine", stop)
+    monkeypatch.setattr("dflash_serve.cli.serve.become", become)
     for room in ("bench.runner", "certify.certification"):
         monkeypatch.setattr(f"dflash_serve.{room}.running_server", server)
     monkeypatch.setattr("dflash_serve.bench.runner.find_aiperf", list)
@@ -113,6 +121,8 @@ def started(verb: str, fields: Mapping[str, Any], folder: Path, monkeypatch: pyt
     except Reached as reached:
         found: Deployment = reached.args[0]
         return found
+    if code == 0 and verb == "deploy":
+        return Deployment.model_validate(yaml.safe_load(Path("values.yaml").read_text())["deployment"])
     assert code == 2
     return None
 

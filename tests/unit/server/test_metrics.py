@@ -35,6 +35,15 @@ def test_what_is_written_is_what_the_facts_read() -> None:
     assert [name for name in names.values() if f"\n{name}" not in written] == []
 
 
+def test_the_names_of_release_0_2_are_there_with_their_counts() -> None:
+    samples = Scrape(lambda _: page(statistics=counts(), block_size=4)).samples()
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert [samples.total(f"dflash:spec_decode_{name}_total") for name in names] == [4, 10, 5]
+    assert samples.by("dflash:spec_decode_width_total", "width") == {4: 3, 2: 1, 1: 1}
+    assert samples.by_slot("dflash:spec_decode_num_accepted_tokens_per_pos_total", "position", first=0) == [3, 1, 1]
+    assert samples.by("dflash:spec_decode_survival", "slot") == {1: 3 / 4, 2: 1 / 3, 3: 1 / 3}
+
+
 def test_a_figure_that_is_not_known_is_left_out() -> None:
     samples = Scrape(lambda _: page(waiting=3)).samples()  # as while it loads
     assert samples.total(FACTS.metrics.queued) == 3

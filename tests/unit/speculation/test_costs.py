@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_serve.speculation.costs import NO_CONTEXT, NODES, CostModel, LearntCosts
+from dflash_serve.speculation.costs import NO_CONTEXT, NODES, CostModel, LearntCosts, time_in_turns
 from dflash_serve.speculation.width import SURPRISE, TimeEstimate
 
 MEASURED = CostModel(target={1: 1.0, 2: 1.3, 8: 1.6, 64: 4.0, 256: 16.0}, draft={1: 0.3, 32: 0.6})
@@ -124,3 +124,16 @@ def test_what_a_step_without_a_draft_would_settle_is_what_is_not_known_of_it() -
 def test_learnt_costs_that_are_none_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LearntCosts.model_validate(bad)
+
+
+def test_jobs_are_timed_in_turns_and_those_that_do_not_repeat_their_least_are_timed_on() -> None:
+    ran: list[str] = []
+    disturbed = iter([9.0, 1.0, 1.5, 2.0, 1.5, 1.02])  # the first is the warm-up
+
+    def timed(job: str) -> float:
+        ran.append(job)
+        return 1.0 if job == "quiet" else next(disturbed)
+
+    found = time_in_turns(["quiet", "disturbed"], timed, 2, 9)
+    assert ran == ["quiet", "disturbed"] * 3 + ["disturbed"] * 3
+    assert found == {"quiet": [1.0, 1.0], "disturbed": [1.0, 1.5, 2.0, 1.5, 1.02]}
