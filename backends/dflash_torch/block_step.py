@@ -142,11 +142,11 @@ class BlockSteps:
             table = torch.where(rows[:, :1] > 0, newer, table)
             drafts = table.new_empty(len(table), 0)
             if self.speculator is not None and shape.width > 1:
-                drafts = self.speculator.draft_blocks(table, shape, joined=True)
-            hidden, features = self.runner.blocks(torch.cat([table, drafts], dim=1), shape, layer_ids, joined=True)
-            if self.speculator is not None and features is not None:
-                self.speculator.inject_blocks(table, features)
-            return torch.cat([rows, table, drafts], dim=1), hidden
+                drafts = self.speculator.draft_blocks(table, shape)
+            hidden, *features = self.runner.blocks(torch.cat([table, drafts], dim=1), shape, layer_ids)
+            if self.speculator is not None and features:
+                self.speculator.inject_blocks(table, features[0].unflatten(0, shape[:2]))
+            return torch.cat([rows, table, drafts], dim=1), hidden.unflatten(0, shape[:2])
 
         known, hidden = self.runner.run(shape, ("blocks", layer_ids), work, rows)
         return known, hidden

@@ -205,7 +205,7 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         table = to_device([[entry, self.context, 1] for entry in range(requests)], self.device)
 
         def work(table: Tensor) -> tuple[Tensor]:
-            return (Speculator.draft_blocks(speculator, table, shape, joined=True),)
+            return (Speculator.draft_blocks(speculator, table, shape),)
 
         def run() -> None:
             for _ in range(IN_A_ROW):
@@ -220,7 +220,7 @@ class _FreeDrafts(Speculator):
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         return list(self.ready)
 
-    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+    def draft_blocks(self, table: Tensor, shape: Shape) -> Tensor:
         return table.new_ones(len(table), shape.width - 1)
 
 
