@@ -388,8 +388,8 @@ class DrafterRunner(Runner):
             return hidden[: len(spans) * size]
         noise = drafter.noise(to_device(anchors, self.embedding.device), self.embedding, self.block_size)
         attend = drafter.attention(self.cache, spans)
-        hidden = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
-        return hidden
+        out: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
+        return out
 
     def blocks(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor]:
         """A padded pass over blocks [anchor, mask, ...], for a graph: hidden [N * rows, H].
