@@ -17,8 +17,8 @@ from dflash_serve.speculation.params import SamplingParams
 
 from .grammar import Grammar
 from .request import Request
-from .sampler import StepResult
 from .scheduler import Scheduler
+from .step import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

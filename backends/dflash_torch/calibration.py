@@ -199,7 +199,7 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         table = to_device([[entry, self.context, 1] for entry in range(requests)], self.device)
 
         def work(table: Tensor) -> tuple[Tensor]:
-            return (speculator.draft_blocks(table, shape, joined=True),)
+            return (speculator.draft_blocks(table, shape),)
 
         def run() -> None:
             speculator.ready = None
@@ -215,9 +215,9 @@ class _Speculator(Speculator):  # its drafts cost nothing while they are `ready`
     def draft(self, requests: Sequence[Request], widths: Sequence[int]) -> list[list[int]]:
         return super().draft(requests, widths) if self.ready is None else list(self.ready)
 
-    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
+    def draft_blocks(self, table: Tensor, shape: Shape) -> Tensor:
         if self.ready is None:
-            return super().draft_blocks(table, shape, joined=joined)
+            return super().draft_blocks(table, shape)
         return table.new_ones(len(table), shape.width - 1)
 
 

@@ -38,9 +38,9 @@ from .answer import Answer, AnswerFailedError, Item, StepFailedError
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
 from .request import KVCacheManager
-from .sampler import StepResult
 from .scheduler import Scheduler
 from .speculator import Speculator
+from .step import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,6 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_serve.errors import first_line
@@ -286,11 +285,6 @@ class Runner:
             self.captured[shape, kind] = StaticPass(work, inputs, self.pool, changes)
         return self.captured[shape, kind](*inputs)
 
-    def _blocks(self, shape: Shape, kind: object, table: Tensor, work: Work, *, joined: bool) -> list[Tensor]:
-        """Outputs [N, W, ...] for a table [N, 2 + W] on the device; `joined`: as a part of a larger captured pass."""
-        outputs = work(table) if joined else self.run(shape, kind, work, table)
-        return [output.unflatten(0, shape[:2]) for output in outputs]
-
     def _padded(
         self, table: Tensor, shape: Shape, model: TargetModel | Drafter
     ) -> tuple[Tensor, PaddedAttention]:  # positions [N, W] from the table's starts, and the attention over them
@@ -351,31 +345,21 @@ class TargetRunner(Runner):
         shape = self.shapes.fit(spans) if self.static else None
         if shape is not None:
             table, real = to_device(shape.table(spans, rows), self.target.device), shape.real_rows(spans)
-            hidden, features = self.blocks(table, shape, layer_ids, joined=False)
+            work = partial(self.blocks, shape=shape, layer_ids=layer_ids)
+            hidden, *features = self.run(shape, layer_ids, work, table)
             kept = real if isinstance(real, slice) else to_device(real, self.target.device)
-            return TargetOutput(hidden.flatten(0, 1)[kept], None if features is None else features.flatten(0, 1)[kept])
+            return TargetOutput(hidden[kept], features[0][kept] if features else None)
         token_ids = to_device([token for row in rows for token in row], self.target.device)
         attend = self.target.attention(self.cache, spans)
         output: TargetOutput = self.target(token_ids, span_positions(spans, self.target.device), attend, layer_ids)
         return output
 
-    def blocks(
-        self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...], *, joined: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """One padded pass over blocks of the same width; it does not wait for the device.
+    def blocks(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """A padded pass over blocks, for a graph: hidden [N * W, H], and features [N * W, F*H] of the layers if any.
 
         Args:
             table: int64 [N, 2 + W] of this shape: the entry, the first position and the token ids of each block.
-            joined: the caller is a captured pass itself.
-
-        Returns:
-            hidden [N, W, H] and features [N, W, F*H], which the next pass overwrites.
         """
-        work = partial(self._work, shape=shape, layer_ids=layer_ids)
-        hidden, *features = self._blocks(shape, layer_ids, table, work, joined=joined)
-        return hidden, features[0] if features else None
-
-    def _work(self, table: Tensor, shape: Shape, layer_ids: tuple[int, ...]) -> tuple[Tensor, ...]:
         positions, attend = self._padded(table, shape, self.target)
         output = self.target(table[:, 2:].reshape(-1), positions.reshape(-1), attend, layer_ids)
         return (output.hidden,) if output.features is None else (output.hidden, output.features)
@@ -393,18 +377,6 @@ class DrafterRunner(Runner):
         super().__init__(cache, static=static)
         self.embedding, self.block_size = embedding, block_size
 
-    def blocks(self, drafter: Drafter, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
-        """One padded pass over blocks [anchor, mask, ...], hidden [N, rows, H]; it does not wait for the device.
-
-        Args:
-            table: int64 [N, 3 or more]: the entry, the first position and the anchor of each block.
-            shape: of the target's pass over these blocks.
-            joined: the caller is a captured pass itself.
-        """
-        shape = shape._replace(width=drafter.config.rows(self.block_size))
-        table = F.pad(table, (0, 2 + shape.width - table.shape[1]))
-        return self._blocks(shape, drafter, table, partial(self._work, drafter, shape=shape), joined=joined)[0]
-
     def __call__(self, drafter: Drafter, anchors: list[int], starts: Sequence[tuple[int, int]]) -> Tensor:
         """Anchors, and (cache entry, position) of each -> hidden [requests * rows, H]; K/V is written there."""
         size = drafter.config.rows(self.block_size)
@@ -412,13 +384,21 @@ class DrafterRunner(Runner):
         shape = self._shapes(size).fit(spans) if self.static else None
         if shape is not None:
             table = to_device(shape.table(spans, [[anchor] for anchor in anchors]), self.embedding.device)
-            return self.blocks(drafter, table, shape, joined=False)[: len(spans)].flatten(0, 1)
+            hidden = self.run(shape, drafter, partial(self.blocks, drafter, shape=shape), table)[0]
+            return hidden[: len(spans) * size]
         noise = drafter.noise(to_device(anchors, self.embedding.device), self.embedding, self.block_size)
         attend = drafter.attention(self.cache, spans)
-        hidden: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
-        return hidden
+        out: Tensor = drafter(noise, span_positions(spans, noise.device), attend, block_size=self.block_size)
+        return out
 
-    def _work(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    def blocks(self, drafter: Drafter, table: Tensor, shape: Shape) -> tuple[Tensor]:
+        """A padded pass over blocks [anchor, mask, ...], for a graph: hidden [N * rows, H].
+
+        Args:
+            table: int64 [N, 3 or more]: the entry, the first position and the anchor of each block.
+            shape: its requests and length count; a block has the drafter's rows.
+        """
+        shape = shape._replace(width=drafter.config.rows(self.block_size))
         positions, attend = self._padded(table, shape, drafter)
         noise = drafter.noise(table[:, 2], self.embedding, self.block_size)
         return (drafter(noise, positions.reshape(-1), attend, block_size=self.block_size),)

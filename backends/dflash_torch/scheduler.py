@@ -8,33 +8,35 @@ request; prefill is the case of a long pending part and no draft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from dflash_serve.errors import UserError
-from dflash_serve.models.kv_cache import KVCache, Span, to_device
+from dflash_serve.models.kv_cache import KVCache, Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.noise import fresh_seed
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .block_step import BlockStep, BlockSteps, flying_in
+from .block_step import BlockSteps
 from .grammar import Grammar
-from .model_runner import TargetRunner, at_least, sizes
+from .model_runner import Fetched, TargetRunner, at_least, sizes
 from .request import KVCacheManager, Request
-from .sampler import Sampler, StepResult, last_rows, result_of
+from .sampler import Sampler
 from .speculator import Speculator
+from .step import LaunchedStep, Part, StepResult, in_flight
 
 log = logging.getLogger(__name__)
 
 # From this number of requests on, stored features cost a noticeable part of a step (1 % at 32; injection, too).
 LARGE_BATCH = 8
-# Tokens of a prompt that take as long to compute as drafts save in the answer: half a second or two in a small batch,
-# next to nothing of each request's share of a step in a large one.
+# Tokens of a shared prefix that are computed again rather than copied if the copy would make drafts impossible. In a
+# small batch drafts save half a second to two seconds of an answer, the time of about 2,048 tokens of a prompt. In a
+# large batch they save each request little.
 WORTH, WORTH_IN_LARGE_BATCH = 2048, 32
 # Rows of features that may wait for a draft. While nothing is drafted they are injected in portions of this size.
 BACKLOG = 256
@@ -76,7 +78,7 @@ class Scheduler:
         self.target_runner = TargetRunner(target, self.cache, widest, pool=pool)
         self.running: list[Request] = []
         self.sample = Sampler()
-        self._ahead: list[BlockStep] = []  # launched, and not read yet
+        self._ahead: list[LaunchedStep] = []  # handed to the next step, which reads them
         self._widths: dict[int, int] = {}  # of the coming step of each request, by id
         self._read_at = 0.0  # time at which the last step was read
         self.joined = 0
@@ -188,7 +190,7 @@ class Scheduler:
 
         Of requests that need no host (`block_step`), the step after this one is launched before this one's tokens are
         read. The others run beside it: those that need the host, and those with a prompt to compute, which may join it
-        later. On a CPU a step is launched and read.
+        later. On a CPU no step is launched ahead.
         """
         try:
             return self._step()
@@ -203,24 +205,22 @@ class Scheduler:
         held = {request.id for request in decoding if block_steps.holds(request)}
         on_device = [request for request in decoding if request.id in held]
         others = [request for request in requests if request.id not in held]
-        steps = self._ahead
-        if running.isdisjoint(flying_in(steps)):
-            steps = self._launch(on_device, others, [])
-            if not steps:
+        ahead = self._ahead
+        if running.isdisjoint(in_flight(ahead)):
+            ahead = self._launch(on_device, others, [])
+            if not ahead:
                 self._choose_widths(decoding)
-        for step in steps:
-            step.choose()  # before other passes overwrite what it chooses from
-        context_tokens = sum(request.verified for request in others if request.is_decoding)
-        context_tokens += sum(step.context_tokens for step in steps)
-        read = self._run(others) if others else list
-        self._ahead = self._launch(on_device, others, steps) if steps else []
+        for step in ahead:
+            block_steps.choose(step)  # before other passes overwrite what it chooses from
+        steps = [*ahead, self._run(others)] if others else ahead
+        context_tokens = sum(step.context_tokens for step in steps)
+        self._ahead = self._launch(on_device, others, ahead) if ahead else []
         results = [result for step in steps for result in self._read(step, running)]
-        results += read()
         # Every token is on the host by now. Steps with a prefill or a capture are not timed.
         read_at, self._read_at = self._read_at, perf_counter()
         seconds = None
         if len(decoding) == len(requests) and self._prepared == prepared:
-            seconds = self._read_at - (max(steps[0].launched, read_at) if steps else start)
+            seconds = self._read_at - (max(ahead[0].launched, read_at) if ahead else start)
         verified = {request.id for request in decoding}
         if learnt := [result.request for result in results if result.request.id in verified]:
             ids, last = [request.id for request in learnt], [request.steps[-1] for request in learnt]
@@ -229,9 +229,9 @@ class Scheduler:
         return [self._finish(result) for result in results]
 
     def _launch(
-        self, on_device: Sequence[Request], others: Sequence[Request], before: Sequence[BlockStep]
-    ) -> list[BlockStep]:
-        """Block steps of the requests that need no host, behind those whose tokens are not read yet; none of none.
+        self, on_device: Sequence[Request], others: Sequence[Request], before: Sequence[LaunchedStep]
+    ) -> list[LaunchedStep]:
+        """Steps of the requests that need no host, behind those whose tokens are not read yet; none of none.
 
         It chooses the widths of the coming step for all requests.
 
@@ -239,7 +239,7 @@ class Scheduler:
             others: the requests that run beside them. Those that need the host, and decode in the coming step, get a
                 width, too.
         """
-        flying = flying_in(before)
+        flying = in_flight(before)
         # Every step brings a token: a request that lacks one ends in the step before.
         requests = [request for request in on_device if request.remaining > (request.id in flying)]
         if not requests:
@@ -262,34 +262,34 @@ class Scheduler:
         each = zip(decoding, widths, strict=True)
         self._widths = {request.id: width if request.draftable else 1 for request, width in each}
 
-    def _read(self, step: BlockStep, running: Collection[int]) -> list[StepResult]:
-        """Waits for a block step's tokens; requests that left meanwhile are passed over."""
-        results = list[StepResult]()
-        for request, most, found in zip(step.requests, step.widths, step.choose().tolist(), strict=True):
-            if request.id not in running:
-                continue
-            width = min(most, request.remaining)
-            results.append(result_of(request, found[: min(found[-1] + 1, width)]))
-            self._commit(results[-1], 1, width, None)
-            if step.injects and request.draftable:
-                request.injected = request.verified
-        return results
-
-    def _run(self, requests: list[Request]) -> Callable[[], list[StepResult]]:
-        """Launches a step of requests of any kind; the function that is returned reads and commits it."""
+    def _run(self, requests: list[Request]) -> LaunchedStep:
+        """Launches a step of requests of any kind. Drafts and tokens go through the host."""
         drafts = self._draft(requests)
         pending = [request.pending[: self.prefill_rows] for request in requests]
         hidden, features = self._verify(requests, pending, drafts, self._wanted_features(requests))
-        sampled = self._accept(requests, pending, drafts, hidden)
+        # A token is chosen where a pass reaches the end of what was pending.
+        ends = (len(rows) == len(request.pending) for request, rows in zip(requests, pending, strict=True))
+        widths = [1 + len(draft) if end else 0 for draft, end in zip(drafts, ends, strict=True)]
+        tokens: Fetched | None = None
+        raw: Sequence[Tensor | None] = [None] * len(requests)
+        if any(widths):
+            if sum(widths) < len(hidden):
+                blocks = hidden.split([len(rows) + len(draft) for rows, draft in zip(pending, drafts, strict=True)])
+                hidden = torch.cat([rows[len(rows) - width :] for rows, width in zip(blocks, widths, strict=True)])
+            logits, chosen = self.target.logits(hidden), [i for i, width in enumerate(widths) if width]
+            eos, raw = self.target.config.eos_token_ids, logits.split(widths)
+            tokens = Fetched(self.sample([requests[i] for i in chosen], [drafts[i] for i in chosen], logits, eos))
+        each = zip(requests, widths, map(len, pending), features, raw, strict=True)
+        return LaunchedStep([Part(*part) for part in each], tokens)
 
-        def read() -> list[StepResult]:
-            accepted = {result.request.id: result for result in sampled()}
-            results = [accepted.get(request.id) or StepResult(request, []) for request in requests]
-            for result, tokens, draft, rows in zip(results, pending, drafts, features, strict=True):
-                self._commit(result, len(tokens), 1 + len(draft), rows)
-            return results
-
-        return read
+    def _read(self, step: LaunchedStep, running: Collection[int]) -> list[StepResult]:
+        """Waits for a step's tokens and commits them; requests that left meanwhile are passed over."""
+        results = list[StepResult]()
+        for part, tokens in zip(step.parts, step.gained(), strict=True):
+            if part.request.id in running:
+                results.append(StepResult.of(part, tokens))
+                self._commit(part, results[-1])
+        return results
 
     def _draftable_worth(self) -> int:
         if self.speculator is None or self.policy.paused:
@@ -350,27 +350,21 @@ class Scheduler:
         own = zip(requests, output.features.split(lengths), strict=True)
         return output.hidden, [rows.clone() if request.draftable else None for request, rows in own]
 
-    def _accept(
-        self, requests: Sequence[Request], pending: list[list[int]], drafts: list[list[int]], hidden: Tensor
-    ) -> Callable[[], list[StepResult]]:
-        heads = [i for i, request in enumerate(requests) if len(pending[i]) == len(request.pending)]
-        if not heads:
-            return list
-        rows = last_rows(pending, drafts, heads)
-        logits = self.target.logits(hidden if rows is None else hidden[to_device(rows, hidden.device)])
-        chosen, eos = [requests[i] for i in heads], self.target.config.eos_token_ids
-        return self.sample(chosen, [drafts[i] for i in heads], logits, eos)
-
-    def _commit(self, result: StepResult, pending: int, width: int, features: Tensor | None) -> None:
-        request, accepted = result.request, max(0, len(result.token_ids) - 1)
+    def _commit(self, part: Part, result: StepResult) -> None:
+        request, accepted = part.request, max(0, len(result.token_ids) - 1)
         if request.is_decoding:
+            width = min(part.width, request.remaining)
             for statistics in (request.statistics, self.statistics):
                 statistics.record(width, accepted)
             request.steps.append((width, accepted))
-        request.verified += pending + accepted
+        request.verified += part.pending + accepted
         request.token_ids += result.token_ids
-        if features is not None and self.speculator is not None and request.draftable and request.failure is None:
-            request.features.append(features[: pending + accepted])
+        if self.speculator is None or not request.draftable:
+            return
+        if part.injects:
+            request.injected = request.verified
+        elif part.features is not None and request.failure is None:
+            request.features.append(part.features[: part.pending + accepted])
             if request.verified - request.injected >= BACKLOG:
                 self.speculator.inject([request])
 

@@ -72,17 +72,17 @@ class Speculator:
         hot = None if any(grammar is not None for grammar in grammars) else self.hot_head
         return propose(self.drafter, hot or self.target.draft_logits, hidden, anchors, counts, grammars)
 
-    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
-        """Greedy drafts [N, W - 1] on the device, without grammars; it does not wait for the device.
+    def draft_blocks(self, table: Tensor, shape: Shape) -> Tensor:
+        """Greedy drafts [N, W - 1] without grammars, for a graph.
 
         Args:
             table: int64 [N, 3]: the entry, the first position and the anchor of each block.
             shape: of the target's pass over the blocks.
-            joined: the caller is a captured pass itself.
         """
-        hidden = self.drafter_runner.blocks(self.drafter, table, shape, joined=joined)
+        (hidden,) = self.drafter_runner.blocks(self.drafter, table, shape)
         head, first = self.hot_head or self.target.draft_logits, self.drafter.config.first_row
-        return propose_blocks(self.drafter, head, hidden[:, first : first + shape.width - 1], table[:, 2])
+        rows = hidden.unflatten(0, (len(table), -1))[:, first : first + shape.width - 1]
+        return propose_blocks(self.drafter, head, rows, table[:, 2])
 
     def inject_blocks(self, table: Tensor, features: Tensor) -> None:
         """Writes the context K/V of whole blocks' features [N, W, F*H], by a table as of `draft_blocks`.

@@ -14,46 +14,16 @@ without d. The draw is the one that plain sampling makes at that position. So a 
 distribution but the tokens that it has without speculation, for any drafter and any width.
 """
 
-import torch
 from torch import Tensor
 
-from dflash_serve.speculation.noise import draw
 
-
-def accept_matching(draft: Tensor, target_tokens: Tensor, widths: Tensor) -> Tensor:
-    """The tokens gained, [N, W] int64: the target's own choices up to the first that differs from the draft, then -1.
+def count_accepted(draft: Tensor, target_tokens: Tensor, most: Tensor) -> Tensor:
+    """Accepted drafted tokens [N] int64: the leading ones that equal the target's own. The bonus token follows them.
 
     Args:
-        draft: [N, W-1] int64, slots 1..W-1; slots beyond a request's width are ignored.
-        target_tokens: [N, W] int64, the target's choice in every row.
-        widths: [N] int64 in 1..W: slots verified; 1 verifies no drafted token.
-
-    Raises:
-        ValueError: the shapes disagree.
+        draft: [N, W-1] int64, slots 1..W-1.
+        target_tokens: [N, W] int64, the target's choice in every row: `sampling.greedy_tokens`, or `noise.draw` from
+            `sampling.probabilities`.
+        most: [N] int64 in 0..W-1, the drafted tokens that are verified; further slots are ignored.
     """
-    rows, slots = target_tokens.shape
-    if tuple(draft.shape) != (rows, slots - 1) or tuple(widths.shape) != (rows,):
-        raise ValueError(
-            f"draft {tuple(draft.shape)}, target {(rows, slots)} rows and widths {tuple(widths.shape)} disagree;"
-            " need [N, W-1], [N, W] and [N]"
-        )
-    slot = torch.arange(slots, device=draft.device)
-    right = (draft == target_tokens[:, :-1]) & (slot[1:] < widths[:, None])
-    accepted = right.long().cumprod(1).sum(1, keepdim=True)
-    return target_tokens.masked_fill(slot > accepted, -1)
-
-
-def accept_sampled(draft: Tensor, probabilities: Tensor, widths: Tensor, uniforms: Tensor) -> Tensor:
-    """`accept_matching` with tokens drawn from the target's distributions; rule and proof: the module's docstring.
-
-    With widths of 1 (and draft [N, 0]) this is plain sampling.
-
-    Args:
-        draft, widths: as for `accept_matching`; the drafter's most probable tokens.
-        probabilities: [N, W, V] float, the target's distributions (`sampling.probabilities`).
-        uniforms: [N, W] float64, the random numbers of this block (`noise.uniforms`).
-
-    Raises:
-        ValueError: the shapes disagree.
-    """
-    return accept_matching(draft, draw(probabilities, uniforms), widths)
+    return (draft == target_tokens[:, :-1]).long().cumprod(1).sum(1).minimum(most)

@@ -19,11 +19,12 @@ from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
-from dflash_torch.block_step import BlockStep, BlockSteps
+from dflash_torch.block_step import BlockSteps
 from dflash_torch.model_runner import DrafterRunner, TargetRunner
 from dflash_torch.request import Request
 from dflash_torch.sampler import Sampler
 from dflash_torch.speculator import Speculator
+from dflash_torch.step import LaunchedStep
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 
@@ -70,14 +71,16 @@ def test_steps_are_launched_behind_one_another_without_the_host(width: int, temp
     speculator = Speculator(drafter, model, block_size=config.block_size, max_batch_size=4, capacity=128)
     speculator.drafter_runner = DrafterRunner(model.embedding, speculator.cache, config.block_size, static=True)
     runner = TargetRunner(model, model.new_cache(4, 128 + config.block_size), config.block_size, static=True)
-    steps, before = BlockSteps(runner, speculator, Sampler()), list[BlockStep]()
+    steps, before = BlockSteps(runner, speculator, Sampler()), list[LaunchedStep]()
     params = SamplingParams(temperature=temperature, top_k=5)
     features = torch.empty(3, config.feature_size, dtype=torch.bfloat16, device=DEVICE)
     requests = [Request(n, n, [5, 6, 7, 9], 3, 100, params, verified=3, features=[features]) for n in range(4)]
     with OnTheDevice():
         for chosen in (requests[:3], requests[:3], requests[1:]):
             before = steps.launch(chosen, {each.id: width for each in chosen}, before, config.target_layer_ids)
-            fetched = [step.choose() for step in before]
+            for step in before:
+                steps.choose(step)
+            fetched = [step.tokens for step in before if step.tokens is not None]
             assert sum(len(each.host) for each in fetched) == 3
             assert all(each.host.shape[1] > width for each in fetched)
             assert {each.host.device.type for each in fetched} | {runner.state.device.type} == {DEVICE}

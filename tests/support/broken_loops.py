@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from dflash_serve.answers.engine import Prompt
 from dflash_serve.speculation import sampling
-from dflash_serve.speculation.acceptance import accept_matching, accept_sampled
+from dflash_serve.speculation.acceptance import count_accepted
 from dflash_serve.speculation.noise import draw
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch import sampler as verdict
@@ -79,17 +81,28 @@ def guessing_engine(folders: tuple[Path, Path], likely: Mapping[Prefix, int]) ->
     return engine
 
 
+def spoil_draws(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Draws the target's tokens by a rule that knows the drafts, beside distributions and random numbers."""
+    own_tokens = verdict.Sampler.own_tokens
+
+    def own(sampler: verdict.Sampler, requests: Sequence[Request], logits: Tensor, draft: Tensor, *rest: Any) -> Tensor:
+        monkeypatch.setattr(verdict, "draw", partial(wrong, draft))
+        return own_tokens(sampler, requests, logits, draft, *rest)
+
+    monkeypatch.setattr(verdict.Sampler, "own_tokens", own)
+
+
 def wrong_residual(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rejection the token is drawn from the target's whole distribution, the rejected token included."""
 
-    def accept(draft: Tensor, p: Tensor, widths: Tensor, uniforms: Tensor) -> Tensor:
-        right = accept_sampled(draft, p, widths, uniforms)
-        last = (right >= 0).sum(1, keepdim=True) - 1
-        afresh = (uniforms.gather(1, last) * 1e6) % 1  # independent of the number that rejected the draft
-        again = draw(p.gather(1, last[..., None].expand(-1, 1, p.shape[-1])), afresh)
-        return torch.where((last + 1 < widths[:, None]), right.scatter(1, last, again), right)
+    def wrong(draft: Tensor, p: Tensor, uniforms: Tensor) -> Tensor:
+        right, drafted = draw(p, uniforms), (draft >= 0).sum(1)
+        accepted = count_accepted(draft, right, drafted)[:, None]
+        afresh = (uniforms.gather(1, accepted) * 1e6) % 1  # independent of the number that rejected the draft
+        again = draw(p.gather(1, accepted[..., None].expand(-1, 1, p.shape[-1])), afresh)
+        return torch.where(accepted < drafted[:, None], right.scatter(1, accepted, again), right)
 
-    monkeypatch.setattr(verdict, "accept_sampled", accept)
+    spoil_draws(monkeypatch, wrong)
 
 
 def stale_state(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +144,10 @@ def frozen_penalties(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) ->
 def greedy_verification(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted tokens of sampled requests are judged against the most probable token, and so is the bonus token."""
 
-    def accept(draft: Tensor, p: Tensor, widths: Tensor, uniforms: Tensor) -> Tensor:
-        right, greedy = accept_sampled(draft, p, widths, uniforms), accept_matching(draft, p.argmax(-1), widths)
-        return torch.where(widths[:, None] > 1, greedy, right)
+    def wrong(draft: Tensor, p: Tensor, uniforms: Tensor) -> Tensor:
+        return torch.where((draft >= 0).any(1, keepdim=True), p.argmax(-1), draw(p, uniforms))
 
-    monkeypatch.setattr(verdict, "accept_sampled", accept)
+    spoil_draws(monkeypatch, wrong)
 
 
 Break = Callable[[EmbeddedEngine, pytest.MonkeyPatch], None]

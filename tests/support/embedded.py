@@ -42,8 +42,8 @@ class OracleSpeculator(Speculator):
             self.known[request.entry, request.prompt_length : request.prompt_length + len(said)] = torch.tensor(said)
         super().inject(requests)
 
-    def draft_blocks(self, table: Tensor, shape: Shape, *, joined: bool) -> Tensor:
-        own = super().draft_blocks(table, shape, joined=joined)
+    def draft_blocks(self, table: Tensor, shape: Shape) -> Tensor:
+        own = super().draft_blocks(table, shape)
         known = self.known[table[:, :1], table[:, 1:2] + 1 + torch.arange(own.shape[1], device=own.device)]
         return torch.where(known < 0, own, known)
 

@@ -272,16 +272,11 @@ def _accept(
     """
     requests, width = tokens.shape
     worker._ensure_accept_bonus_buffers(requests)  # as wide as a whole block
-    block, worker.block_size = worker.block_size, width
-    dense = worker._draft_probs_buf  # of the selector, all zeros between steps: any shape can be cut out of it
+    block, worker.block_size, whole = worker.block_size, width, worker._draft_probs_buf
     if worker._selector_sample is not None:
         worker._selector_sample = tuple(part[:, : width - 1] for part in worker._selector_sample)
-        entries, vocab = requests * (width - 1), logits.next_token_logits.shape[-1]
-        has, needs = 0 if dense is None else len(dense), -(-entries // (block - 1))
-        if has < needs:  # in whole blocks: of a buffer of another shape SGLang would double the number of requests
-            shape = max(needs, 2 * has), block - 1, vocab
-            dense = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
-        worker._draft_probs_buf = dense.view(-1, vocab)[:entries].view(requests, width - 1, vocab)
+        shape = requests, width - 1, logits.next_token_logits.shape[-1]
+        whole, worker._draft_probs_buf = _cut_out(whole, shape, block - 1, tokens.device)
     try:
         _, gained, bonus, out_tokens, lengths = worker._accept_block(
             candidates=tokens,
@@ -293,8 +288,33 @@ def _accept(
             target_predict=best,
         )
     finally:
-        worker.block_size, worker._draft_probs_buf = block, dense
+        worker.block_size, worker._draft_probs_buf = block, whole
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
+
+
+def _cut_out(whole: Any, shape: tuple[int, int, int], slots: int, device: Any) -> tuple[Any, Any]:
+    """SGLang's buffer of draft probabilities [requests, B - 1, V], large enough, and its first rows as [n, w - 1, V].
+
+    Between steps it holds zeros alone, so a step may read any of its rows as those of any request. With B = 4, w = 3
+    and three requests, two of its requests are enough:
+
+        row                    0         1         2         3         4         5
+        the buffer, [2, 3, V]  [0] 1     [0] 2     [0] 3     [1] 1     [1] 2     [1] 3       [request] slot
+        cut out, [3, 2, V]     [0] 1     [0] 2     [1] 1     [1] 2     [2] 1     [2] 2
+
+    The buffer grows in whole blocks. If it had another shape than SGLang expects, SGLang would double its requests.
+
+    Args:
+        whole: the buffer; None = SGLang has made none yet.
+        shape: n, w - 1, V of this step.
+        slots: B - 1.
+    """
+    requests, drafted, vocab = shape
+    rows, has = requests * drafted, 0 if whole is None else len(whole)
+    needs = -(-rows // slots)
+    if has < needs:
+        whole = torch.zeros((max(needs, 2 * has), slots, vocab), dtype=torch.float32, device=device)
+    return whole, whole.view(-1, vocab)[:rows].view(shape)
 
 
 def _report(batch: Any, logits: Any, draft_input: Any, out_tokens: Any, gained: Any) -> None:

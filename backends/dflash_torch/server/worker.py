@@ -286,18 +286,17 @@ class EngineWorker:
         except BaseException as error:  # the server reports it and ends
             self.fatal, self.state = error, "broken"
             return
-        loop = EngineLoop(engine.scheduler, engine.tokenizer)
-        self.engine, self.loop = engine, loop
+        self.engine, self.loop = engine, engine.loop
         self._after_step(engine)
         self.state = "ready"
-        while self._wait_for_work(loop):
-            loop.step()
+        while self._wait_for_work(engine.loop):
+            engine.loop.step()
             self._after_step(engine)
-            if loop.failed_steps >= MAX_FAILED_STEPS:
+            if engine.loop.failed_steps >= MAX_FAILED_STEPS:
                 self.state = "broken"
         if self.state == "ready":
             self.state = "stopped"
-        loop.fail(ApiError(503, "the server is shutting down"), waiting=True)
+        engine.loop.fail(ApiError(503, "the server is shutting down"), waiting=True)
         self._after_step(engine)
 
     def _wait_for_work(self, loop: EngineLoop) -> bool:

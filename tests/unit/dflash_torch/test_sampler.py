@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_serve.speculation.params import SamplingParams
+from dflash_torch.model_runner import Fetched
 from dflash_torch.request import Request
 from dflash_torch.sampler import Sampler
+from dflash_torch.step import LaunchedStep, Part, StepResult
 
 VOCAB = 11
 WIDTHS = (4, 1, 3)
@@ -26,6 +29,13 @@ def request(**params: Any) -> Request:
     )
 
 
+def results(sample: Sampler, requests: list[Request], drafts: list[list[int]], logits: Tensor) -> list[StepResult]:
+    rows = zip(requests, logits.split([1 + len(draft) for draft in drafts]), strict=True)
+    parts = [Part(request, len(raw), logits=raw) for request, raw in rows]
+    step = LaunchedStep(parts, Fetched(sample(requests, drafts, logits, [0])))
+    return [StepResult.of(*each) for each in zip(parts, step.gained(), strict=True)]
+
+
 @pytest.mark.parametrize("right", [(0, 0, 0), (2, 0, 1), (3, 0, 2)], ids=str)
 def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(sum(right))
@@ -37,9 +47,9 @@ def test_the_short_way_gives_what_the_general_one_does(right: tuple[int, ...], m
         first += width
     requests = [request(), request(logprobs=2), request(min_tokens=1)]
     sample = Sampler()
-    short = sample(requests, drafts, logits, [0])()
+    short = results(sample, requests, drafts, logits)
     monkeypatch.setattr(Request, "unconstrained", False)
-    assert short == sample(requests, drafts, logits, [0])()
+    assert short == results(sample, requests, drafts, logits)
     assert [len(result.token_ids) - 1 for result in short] == list(right)
     assert short[1].logprobs is not None
 
@@ -49,9 +59,7 @@ def test_parameters_are_collated_anew_when_the_batch_changes() -> None:
     biased, other = request(logit_bias={3: 5.0}), request(logit_bias={4: 5.0})
 
     def tokens(*requests: Request) -> list[int]:
-        return [
-            result.token_ids[0] for result in sample(requests, [[]] * len(requests), logits[: len(requests)], [0])()
-        ]
+        return sample(requests, [[]] * len(requests), logits[: len(requests)], [0])[:, 0].tolist()
 
     assert tokens(biased, other) == tokens(biased, other) == [3, 4]
     assert [tokens(other, biased), tokens(biased), tokens(other)] == [[4, 3], [3], [4]]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,9 +11,9 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from dflash_serve.speculation import acceptance, sampling
-from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.noise import uniforms
+from dflash_serve.speculation import sampling
+from dflash_serve.speculation.acceptance import count_accepted
+from dflash_serve.speculation.noise import draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 
@@ -40,6 +41,11 @@ PARAMS = {
 }  # fmt: skip
 
 
+def accept(draft: Tensor, choice: Tensor, widths: Tensor) -> Tensor:
+    """The tokens gained, [N, W]; -1 behind the bonus token."""
+    return choice.masked_fill(torch.arange(choice.shape[1]) > count_accepted(draft, choice, widths - 1)[:, None], -1)
+
+
 def speculate(params: Sequence[SamplingParams], seeds: Tensor, *, max_width: int = BLOCK_SIZE) -> Tensor:
     """[N, LENGTH] tokens by speculation with ragged widths."""
     n, start = len(params), len(PROMPT)
@@ -54,7 +60,7 @@ def speculate(params: Sequence[SamplingParams], seeds: Tensor, *, max_width: int
         block, counts = torch.cat([before, anchor, draft], dim=1), TokenCounts.of(prompts, tokens[:, start:], V)
         p = probabilities(TARGET[block[:, :-1], block[:, 1:]], batch, counts, draft)
         widths = (seeds + done) % rows + 1
-        gained = accept_sampled(draft, p, widths, uniforms(seeds, done, rows))
+        gained = accept(draft, draw(p, uniforms(seeds, done, rows)), widths)
         tokens.scatter_(1, ends + 1 + torch.arange(rows), gained)
         done = done + (gained >= 0).sum(1)
     return tokens[:, start : start + LENGTH]
@@ -115,13 +121,13 @@ def test_the_test_catches_a_rejected_token_drawn_afresh(monkeypatch: pytest.Monk
     """Accept with probability p(d), then draw from all of p: the rule without its residual."""
 
     def forgetful(draft: Tensor, choice: Tensor, widths: Tensor) -> Tensor:
-        gained = accept_matching(draft, choice, widths)
+        gained = right(draft, choice, widths)
         count = (gained >= 0).sum(1)
         again = torch.where(count == widths, gained.gather(1, count[:, None] - 1)[:, 0], choice.roll(1, 0)[:, 0])
         return gained.scatter(1, count[:, None] - 1, again[:, None])
 
-    accept_matching = acceptance.accept_matching
-    monkeypatch.setattr(acceptance, "accept_matching", forgetful)
+    right = accept
+    monkeypatch.setattr(sys.modules[__name__], "accept", forgetful)
     assert run(SamplingParams()) < CAUGHT
 
 

@@ -1,6 +1,6 @@
 """Over 100 honest runs of the whole decision procedure, false alarms stay within the stated rate.
 
-The answers come from the real rules: drafting by a bigram table, `accept_sampled` over blocks, against plain sampling,
+The answers come from the real rules: drafting by a bigram table, `count_accepted` over blocks, against plain sampling,
 with penalties counted inside the block, each answer with a seed of its own. They are drawn once, 100 runs' worth; the
 runs share none of them, and no two answers of a side share a seed.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
-from dflash_serve.speculation.acceptance import accept_sampled
-from dflash_serve.speculation.noise import uniforms
+from dflash_serve.speculation.acceptance import count_accepted
+from dflash_serve.speculation.noise import draw, uniforms
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, probabilities
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
@@ -62,8 +62,9 @@ def drawn(case: Case, width: int, count: int, first_seed: int) -> Tensor:
         draft = torch.stack(block[1:], 1) if width > 1 else torch.empty(count, 0, dtype=torch.int64)
         counts = TokenCounts.of(tokens[:, :1], tokens[:, 1:], VOCABULARY)
         p = probabilities(table[torch.stack(block, 1)], batch, counts, draft)
-        gained = accept_sampled(draft, p, torch.full((count,), width), uniforms(seeds, length, width))
-        gained = gained.masked_fill((length >= TOKENS)[:, None], -1)
+        own = draw(p, uniforms(seeds, length, width))
+        accepted = count_accepted(draft, own, torch.full((count,), width - 1))[:, None]
+        gained = own.masked_fill((torch.arange(width) > accepted) | (length >= TOKENS)[:, None], -1)
         place = length[:, None] + 1 + torch.arange(width)
         tokens.scatter_(1, place, torch.where(gained >= 0, gained, tokens.gather(1, place)))
         length = (length + (gained >= 0).sum(1)).clamp(max=TOKENS)
