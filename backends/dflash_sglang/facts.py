@@ -57,6 +57,7 @@ FACTS = EngineFacts(
     speculation=LINES,
     errors=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FAILED)),
     refused=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FULL)),
+    drafting_arguments=("speculative_algorithm",),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     data_parallel=True,

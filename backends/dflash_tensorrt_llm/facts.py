@@ -90,6 +90,7 @@ FACTS = EngineFacts(
         ),
     ),
     errors=("{{pod}}", rate("trtllm_request_error_total", by="pod")),
+    drafting_arguments=("speculative_config",),
     read_acceptance=read_acceptance,
     environment={"TRTLLM_NO_USAGE_STATS": "1"},
 )

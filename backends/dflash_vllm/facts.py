@@ -59,6 +59,7 @@ FACTS = EngineFacts(
     speculation=LINES,
     # By hundreds (`4xx`), so those that were refused are not apart.
     errors=("{{status}}", rate("http_requests_total", by="status", extra=', status=~"[45].."')),
+    drafting_arguments=("speculative_config", "spec_method"),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     # Otherwise vLLM tells its authors what it serves, and on what.

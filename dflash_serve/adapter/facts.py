@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
@@ -71,6 +71,8 @@ class EngineFacts:
     server_flags: Sequence[str] = ()
     """Options of `serve` that this engine's own server honours, not every one: `api-key-file`, `drain-seconds` (then it
     ends its answers itself after SIGTERM)."""
+    drafting_arguments: Collection[str] = ()
+    """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     data_parallel: bool = False
     """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 
