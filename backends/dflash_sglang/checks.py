@@ -23,12 +23,13 @@ from dflash_serve.adapter.checks import (
     window_problems,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
-from .facts import RELEASES
+from .facts import FACTS, RELEASES
 from .settings import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangSettings
 from .settings import head_problems as drafter_head_problems
 
@@ -58,18 +59,19 @@ CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "Kim
 
 
 def problems(settings: SGLangSettings) -> list[Problem]:
-    """Problems of a settings: the drafter's own first, because the others may follow from them."""
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
     found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "SGLang", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
     if settings.drafter is not None:
         found += check_pairing(settings.drafter, settings.target.shape)
         found += _drafter_problems(settings, settings.drafter)
+    found += refusal_problems(settings.deployment, FACTS.refusals)
     for problems_of in (
         _devices,
         _half,
         _experts,
-        _unsupported,
+        _block_reuse,
         _heads,
         _precision,
         _lengths,
@@ -134,7 +136,7 @@ def _attention(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Pro
 
 
 def _devices(settings: SGLangSettings) -> Iterator[Problem]:
-    parallel, hardware = settings.deployment.parallel, settings.deployment.hardware
+    parallel = settings.deployment.parallel
     yield from device_problems(settings.deployment, parallel.tensor * parallel.pipeline, settings.target.weight_bytes)
     limits = settings.deployment.limits
     shares = parallel.data * (parallel.tensor if parallel.attention_data else 1)
@@ -154,9 +156,6 @@ def _devices(settings: SGLangSettings) -> Iterator[Problem]:
     if parallel.tensor % parallel.nodes:
         what = f"{parallel.tensor} devices cannot be shared evenly by {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "use a number of nodes that divides parallel.tensor")
-    if hardware.gpu == "none":
-        what = "SGLang's DFlash runs on GPUs (CUDA) only"
-        yield Problem(what, "hardware.gpu", "use the torch backend on a CPU")
 
 
 def _half(settings: SGLangSettings) -> Iterator[Problem]:
@@ -186,17 +185,6 @@ def _experts(settings: SGLangSettings) -> Iterator[Problem]:
     yield from expert_problems(settings.deployment, settings.target.experts, "SGLang")
     if parallel.expert in (1, parallel.tensor):
         yield from expert_block_problems(settings.target, parallel.tensor, parallel.expert)
-
-
-def _unsupported(settings: SGLangSettings) -> Iterator[Problem]:
-    parallel, speculates = settings.deployment.parallel, settings.checkpoint is not None
-    if parallel.pipeline > 1 and speculates:
-        what = "SGLang's DFlash does not run with pipeline parallelism"
-        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
-    if parallel.context > 1:
-        what = "context parallelism is not covered by this backend"
-        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    yield from _block_reuse(settings)
 
 
 def _block_reuse(settings: SGLangSettings) -> Iterator[Problem]:
@@ -231,10 +219,6 @@ def _heads(settings: SGLangSettings) -> Iterator[Problem]:
 
 def _precision(settings: SGLangSettings) -> Iterator[Problem]:
     yield from _target_precision(settings)
-    drafter = settings.deployment.drafter
-    if drafter is not None and settings.checkpoint is not None and drafter.quantization != "none":
-        what = "SGLang's DFlash drafts are not quantised: fc stays dense and the fused K/V path refuses quantised q/k/v"
-        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
     if settings.deployment.kv_cache.dtype == "nvfp4":
         if settings.gpu is not None and not settings.gpu.is_blackwell:
             yield Problem(f"{settings.gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
@@ -242,9 +226,6 @@ def _precision(settings: SGLangSettings) -> Iterator[Problem]:
             what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"
             yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
     yield from fraction_problems(settings.deployment, "SGLang")
-    if settings.deployment.hardware.dtype == "float32":
-        what = "SGLang runs DFlash drafts in bfloat16 only" if settings.checkpoint else "SGLang serves in bfloat16"
-        yield Problem(what, "hardware.dtype", "use auto or bfloat16")
 
 
 def _target_precision(settings: SGLangSettings) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Properties of a settings that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
+"""Properties of a launch that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from dflash_serve.adapter.checks import (
     unused_speculation,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
 
 from .engine_arguments import argument_problems, config_fields, serving_problems
+from .facts import FACTS
 from .settings import PAGE, TensorRTLLMSettings, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
@@ -27,14 +29,18 @@ LEAST_POOL = 0.15  # share of the memory after the weights that must stay for th
 
 
 def problems(settings: TensorRTLLMSettings) -> list[Problem]:
-    """Problems of a settings: the drafter's own first, because the others may follow from them."""
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
-    checks: list[Check] = [_devices, _queue, serving_problems, argument_problems, _target_layout, _target_precision]
-    checks += [_kv_dtype, _role, _speculation]
+    checks: list[Check] = [_refusals, _devices, serving_problems, argument_problems, _target_layout, _target_precision]
+    checks += [_kv_dtype, _speculation]
     if settings.drafter is not None:
         checks = [_release, *checks, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
         checks += [_keys_beside_a_drafter]
     return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(settings)]
+
+
+def _refusals(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    yield from refusal_problems(settings.deployment, FACTS.refusals)
 
 
 def _release(settings: TensorRTLLMSettings) -> Iterator[Problem]:
@@ -45,43 +51,20 @@ def _release(settings: TensorRTLLMSettings) -> Iterator[Problem]:
 
 def _devices(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     parallel, hardware = settings.deployment.parallel, settings.deployment.hardware
-    if hardware.gpu == "none":
-        do = "name the GPU, or serve with --backend torch"
-        yield Problem("TensorRT-LLM runs on NVIDIA GPUs only", "hardware.gpu", do)
-    if parallel.pipeline > 1 and settings.drafter is not None:
-        yield Problem("DFlash does not run with pipeline parallelism", "parallel.pipeline", "set it to 1")
-    if parallel.context > 1 and settings.drafter is not None:
-        yield Problem("DFlash does not run with context parallelism (Helix)", "parallel.context", "set it to 1")
     world = parallel.tensor * parallel.pipeline * parallel.context
-    if parallel.data > 1:
-        what = f"one trtllm-serve has one copy of the model, not {parallel.data}"
-        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
-        yield Problem(what, "parallel.data", do)
-    else:
+    if parallel.data == 1:
         yield from device_problems(settings.deployment, world, settings.target.weight_bytes)
     if world % parallel.nodes:
         what = f"{world} devices do not spread evenly over {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "change one")
-    if hardware.dtype == "float32":
-        yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
-    elif hardware.dtype == "bfloat16" and settings.target.dtype not in ("bfloat16", None):
+    if hardware.dtype == "bfloat16" and settings.target.dtype not in ("bfloat16", None):
         # Its PyTorch models are made in the `dtype` of config.json; `TorchLlmArgs.dtype` does not change it.
         what = f"TensorRT-LLM serves in the checkpoint's number format, which is {settings.target.dtype}"
         yield Problem(what, "hardware.dtype", "set it to auto, or use --backend sglang or vllm")
 
 
-def _queue(settings: TensorRTLLMSettings) -> Iterator[Problem]:
-    limits = settings.deployment.limits
-    if "max_queued_requests" in limits.model_fields_set:
-        what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
-        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
-
-
 def _speculation(settings: TensorRTLLMSettings) -> Iterator[Problem]:
-    """A window, keys without a drafter, or a cost table that cannot be read."""
-    if settings.deployment.speculation.draft_window is not None:
-        what = "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with"
-        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
+    """Keys without a drafter, or a cost table that cannot be read."""
     yield from unused_speculation(settings.deployment)
     try:
         settings.draft_lengths()
@@ -137,17 +120,6 @@ def _kv_dtype(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     if settings.deployment.kv_cache.dtype == "bfloat16" and settings.target.quantized_kv:
         what = "the target's checkpoint asks for quantised K/V, and TensorRT-LLM cannot take them in bfloat16 instead"
         yield Problem(what, "kv_cache.dtype", "set it to auto, or use --backend sglang or vllm")
-
-
-def _role(settings: TensorRTLLMSettings) -> Iterator[Problem]:
-    role = settings.deployment.role
-    if role == "whole":
-        return
-    what = f"role {role} is not covered by this backend"
-    if settings.drafter is not None:
-        what = f"role {role}: the decoding server never sees the prompt's features, so acceptance silently drops"
-        what += " (TensorRT-LLM#19352)"
-    yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
 def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:

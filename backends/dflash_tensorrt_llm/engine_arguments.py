@@ -160,14 +160,7 @@ def serving_options(settings: TensorRTLLMSettings) -> list[str]:
 
 
 def serving_problems(settings: TensorRTLLMSettings) -> Iterator[Problem]:
-    """Keys of `serving` that trtllm-serve does not have."""
-    serving = settings.deployment.serving
-    if serving.api_key_file is not None:
-        what = "trtllm-serve does not check API keys"
-        yield Problem(what, "serving.api_key_file", "leave it out, and check keys in a gateway")
-    if serving.log_format == "json":
-        do = "leave it out, and let the collector of your logs parse text"
-        yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
+    """Parsers of `serving` that trtllm-serve does not have."""
     yield from parser_problems(argument_table(settings), named_parsers(settings), PARSERS, PARSER_FLAGS)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -28,6 +28,7 @@ from dflash_serve.adapter.checks import (
     uses_drafter,
 )
 from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.files import tokenizer_problems
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
@@ -43,7 +44,7 @@ from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
-from .facts import SETTINGS_PREFIX
+from .facts import FACTS, SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -212,21 +213,6 @@ def server_environment(deployment: Deployment) -> dict[str, str]:
 
 
 DEPLOYMENT_FILE = "deployment.json"
-# Fields of a Deployment that this backend supports; the others must have their defaults.
-HONOURED = {
-    *("target.model", "target.revision", "drafter.model", "drafter.revision"),
-    *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
-    *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
-    *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
-}
-
-ONE_ENGINE = {
-    "speculation.draft_window": "sglang",
-    "role": "sglang",
-    "parallel.context": "tensorrt-llm",
-    "drafter.quantization": "tensorrt-llm",
-}
-"""Fields that only one other backend serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +261,11 @@ class EmbeddedLaunch(Launch):
         if broken := import_problem("PyTorch", "torch"):
             return [broken]  # the bundled target is converted by it
         deployment, shape, checkpoint = self.deployment, self.target.shape, self.checkpoint
-        problems = [*_unsupported(deployment), *argument_problems(deployment), *length_problems(deployment, shape)]
+        problems = [
+            *refusal_problems(deployment, FACTS.refusals),
+            *argument_problems(deployment),
+            *length_problems(deployment, shape),
+        ]
         problems += self._target_problems()
         if checkpoint is None:
             return [*problems, *unused_speculation(deployment)]
@@ -359,25 +349,6 @@ class EmbeddedLaunch(Launch):
         if deployment.hardware.dtype == "auto":
             on_cpu = "on a CPU bfloat16 if the target's weights are and it measures faster at start, else float32"
             yield Choice("hardware.dtype", "auto", f"bfloat16 on a GPU; {on_cpu}")
-
-
-def _unsupported(deployment: Deployment) -> list[Problem]:
-    asked = _leaves(deployment.model_dump(exclude_defaults=True))
-    instead = {"parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`"}
-    other = {field: f"--backend {ONE_ENGINE[field]}" if field in ONE_ENGINE else "another --backend" for field in asked}
-    do = {field: f"leave it out, or serve with {engine}" for field, engine in other.items()} | instead
-    return [
-        Problem(f"the embedded backend has no such thing (given: {value!r})", field, do[field])
-        for field, value in asked.items()
-        if field not in HONOURED and not field.startswith("engine_args.")
-    ]
-
-
-def _leaves(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:  # {"a": {"b": 1}} -> {"a.b": 1}
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 # How OpenMP's threads wait for one another on a CPU: a decoding step has some hundred short parallel loops. On two idle

@@ -24,13 +24,14 @@ from dflash_serve.adapter.checks import (
     window_problems,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.tensors import plain_only
 from dflash_serve.common.http import read_keys
 from dflash_serve.errors import Problem
 
 from .drafter_rules import drafter_problems
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
-from .facts import RELEASES
+from .facts import FACTS, RELEASES
 from .settings import VLLMSettings
 
 WITHOUT_KEYS = (
@@ -60,7 +61,7 @@ PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 
 
 def problems(settings: VLLMSettings) -> list[Problem]:
-    """Problems of a settings: the drafter's own first, because the others may follow from them."""
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
     found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "vLLM", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
@@ -72,6 +73,7 @@ def problems(settings: VLLMSettings) -> list[Problem]:
         found += block_problems(settings.deployment, settings.drafter)
     found += [
         *_speculation(settings),
+        *refusal_problems(settings.deployment, FACTS.refusals),
         *_devices(settings),
         *expert_problems(settings.deployment, settings.target.experts, "vLLM"),
     ]
@@ -117,9 +119,6 @@ def _speculation(settings: VLLMSettings) -> Iterator[Problem]:
     if settings.verifies_whole_blocks and settings.drafter is not None and width not in ("auto", block):
         what = f"vLLM verifies whole blocks of {block} slots with a {settings.drafter.family} drafter, not {width}"
         yield Problem(what, "speculation.width", f"set it to {block}, auto or off, or use --backend torch")
-    if settings.deployment.speculation.draft_window is not None:
-        what = "vLLM has no window for drafters that were trained without one"
-        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
     asked = settings.deployment.limits.max_num_tokens
     if asked is not None and settings.block_rows > asked:
         batch, block = settings.max_batch_size, settings.block_size
@@ -143,39 +142,14 @@ def captures(settings: VLLMSettings) -> bool | None:
 
 
 def _devices(settings: VLLMSettings) -> Iterator[Problem]:
-    parallel = settings.deployment.parallel
-    if parallel.data > 1:
-        what = f"one vLLM server has one copy of the model, not {parallel.data}: its copies cannot agree on a width"
-        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
-        yield Problem(what, "parallel.data", do)
-    else:
-        devices, size = parallel.tensor * parallel.pipeline, settings.target.weight_bytes
+    parallel, size = settings.deployment.parallel, settings.target.weight_bytes
+    if parallel.data == 1:
+        devices = parallel.tensor * parallel.pipeline
         yield from device_problems(settings.deployment, devices, size, several_nodes=False)
-    if parallel.nodes > 1:
-        yield Problem("several nodes are not covered by this backend", "parallel.nodes", "use --backend sglang")
-    if parallel.context > 1:
-        what = "context parallelism is not covered by this backend"
-        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    if parallel.pipeline > 1 and settings.checkpoint is not None:
-        what = "pipeline parallelism with a drafter is not covered by this backend"
-        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
-    if parallel.attention_data:
-        what = "data-parallel ranks of vLLM cannot agree on a width, and it drops the schedule with a warning"
-        yield Problem(what, "parallel.attention_data", "set it to false, and run several servers behind a router")
-    if settings.deployment.role != "whole":
-        what = f"role {settings.deployment.role} is not covered by this backend"
-        yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
 def _precision(settings: VLLMSettings) -> Iterator[Problem]:
-    drafter = settings.deployment.drafter
     yield from quantization_problems(settings.deployment, settings.target)
-    if drafter is not None and settings.checkpoint is not None and drafter.quantization != "none":
-        what = "quantised drafters are not covered by this backend"
-        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
-    if settings.deployment.kv_cache.dtype == "nvfp4":
-        what = "NVFP4 keys and values are not covered by this backend"
-        yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
     yield from fraction_problems(settings.deployment, "vLLM")
     if settings.dtype == "float32" and not settings.on_cpu:
         yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")

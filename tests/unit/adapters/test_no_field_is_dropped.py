@@ -117,6 +117,20 @@ def test_its_values_differ_in_the_launch_or_are_refused(
 
 
 @every_engine
+def test_each_entry_of_its_table_is_a_problem_that_names_the_key(engine: str) -> None:
+    for one in adapter(engine).facts.refusals:
+        values = next(values for field, _, values in ROWS if field == one.key)
+        section, _, key = one.key.partition(".")
+        for value in one.values or values[-1:]:
+            fields = overlay(on(), {"drafter": {"model": DRAFTERS["Qwen/Qwen3-8B"]}})
+            fields = overlay(fields, {section: {key: value} if key else value})
+            problems = adapter(engine).launch(Deployment.model_validate(fields)).problems
+            told = [(problem.what, problem.do) for problem in problems if problem.where == one.key]
+            texts = [(every.what, every.do) for every in adapter(engine).facts.refusals if every.key == one.key]
+            assert {(what.format(value=value), do.format(value=value)) for what, do in texts} & {*told}
+
+
+@every_engine
 @pytest.mark.parametrize(("field", "recipe", "said"), [
     ("hardware.dtype", None, "the checkpoint's number format, which is float16"),
     ("kv_cache.dtype", {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "asks for quantised K/V"),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
 from dflash_engines.recipe import Recipe
-from dflash_serve.adapter.registry import backend as chosen_backend
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.layers import load_deployment
@@ -95,7 +95,7 @@ def test_the_readmes_table_is_what_the_engines_checks_say(tmp_path: Path) -> Non
         for name, folder in drafters.items():
             sections = {"drafter": {"model": str(folder)}, "speculation": {"width": 4}}
             on = [changed(deployment, **sections, hardware={"gpu": gpu}) for gpu in ("b200", "h200")]
-            blackwell, hopper = (chosen_backend(engine).launch(each).problems == [] for each in on)
+            blackwell, hopper = (server_backend(engine).launch(each).problems == [] for each in on)
             found += [name + ("" if hopper else "*")] if blackwell else []
         return ", ".join(found) or "no"
 
