@@ -187,11 +187,9 @@ class Serving(Frozen):
     """Parser of tool calls in answers: the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's own name;
     None = not parsed."""
     log_format: Literal["text", "json"] = "text"
-    """json = one object per line, with time, level, logger and message; SGLang then omits its line for each request.
-   """
+    """json = one object per line, with time, level, logger and message; SGLang then omits its line for each request."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+:\d+(/\S*)?$")] | None = None
-    """Collector that receives a trace of every request by OTLP (`http://collector:4317`); None = no traces. Not for the
-    embedded engine."""
+    """Collector that receives a trace of every request by OTLP (`http://collector:4317`); None = no traces."""
 
 
 class Hardware(Frozen):
