@@ -23,14 +23,15 @@ from dflash_serve.adapter.checks import (
     window_problems,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
-from .facts import RELEASES
-from .launch_plan import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangPlan
-from .launch_plan import head_problems as drafter_head_problems
+from .facts import FACTS, RELEASES
+from .settings import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangSettings
+from .settings import head_problems as drafter_head_problems
 
 WITHOUT_KEYS, TOKENIZERS = ("grpc-mode", "smg-grpc-mode", "grpc-port"), "tokenizer-worker-num"
 OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
@@ -57,60 +58,63 @@ CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "Kim
 """Those that do so for DSPARK only (`set_dspark_layers_to_capture`)."""
 
 
-def problems(plan: SGLangPlan) -> list[Problem]:
-    """Problems of a plan: the drafter's own first, because the others may follow from them."""
-    found = list(plan.checkpoint.problems) if plan.checkpoint else []
-    found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "SGLang", "drafter.model")
+def problems(settings: SGLangSettings) -> list[Problem]:
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
+    found = list(settings.checkpoint.problems) if settings.checkpoint else []
+    found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "SGLang", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
-    if plan.drafter is not None:
-        found += check_pairing(plan.drafter, plan.target.shape)
-        found += _drafter_problems(plan, plan.drafter)
+    if settings.drafter is not None:
+        found += check_pairing(settings.drafter, settings.target.shape)
+        found += _drafter_problems(settings, settings.drafter)
+    found += refusal_problems(settings.deployment, FACTS.refusals)
     for problems_of in (
         _devices,
         _half,
         _experts,
-        _unsupported,
+        _block_reuse,
         _heads,
         _precision,
         _lengths,
         memory_problems,
         _arguments,
     ):
-        found += problems_of(plan)
+        found += problems_of(settings)
     return found
 
 
-def _drafter_problems(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
-    yield from block_problems(plan.deployment, drafter)
+def _drafter_problems(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem]:
+    yield from block_problems(settings.deployment, drafter)
     yield from drafter_head_problems(drafter)
-    yield from _widths(plan)
-    family, architecture = plan.target.shape.model_type, plan.target.architecture
+    yield from _widths(settings)
+    family, architecture = settings.target.shape.model_type, settings.target.architecture
     if architecture not in CAPTURING and not (drafter.markov and architecture in CAPTURING_FOR_DSPARK):
-        what = f"SGLang's {architecture} does not hand out hidden states to {plan.algorithm}"
+        what = f"SGLang's {architecture} does not hand out hidden states to {settings.algorithm}"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     if drafter.has_mask_embedding:
         what = "SGLang reads a mask embedding from a pickle only, which we never write"
         yield Problem(what, "drafter.model", "use a drafter that masks with a token, or another backend")
-    scale = plan.target.shape.hidden_size**0.5 if family.startswith("gemma") else 1.0  # that of the target's embedding
+    scale = (
+        settings.target.shape.hidden_size**0.5 if family.startswith("gemma") else 1.0
+    )  # that of the target's embedding
     if drafter.embedding_scale != 1.0 and not isclose(drafter.embedding_scale, scale, rel_tol=0.01):
         what = f"input_embedding_scale is {drafter.embedding_scale}, SGLang scales by the target's {scale:g}"
         yield Problem(what, "drafter.model", "use another backend")
     if family.startswith("gemma") and drafter.family != "DFlash":
         what = f"{family}'s head is its embedding, which SGLang's {drafter.family} cannot draft through (sglang#39362)"
         yield Problem(what, "target.model", "use a plain drafter, or DFlash2 with --backend vllm")
-    yield from _attention(plan, drafter)
+    yield from _attention(settings, drafter)
 
 
-def _widths(plan: SGLangPlan) -> Iterator[Problem]:  # for `auto`, whole blocks are verified, and a note says so
-    width = plan.deployment.speculation.width
-    if plan.whole_blocks_with is not None and isinstance(width, int) and width not in (1, plan.block_size):
-        what = f"SGLang verifies whole blocks of {plan.block_size} slots with {plan.whole_blocks_with}, not {width}"
-        yield Problem(what, "speculation.width", f"set it to {plan.block_size}, auto or off")
-    if plan.algorithm == DSPARK and plan.deployment.speculation.draft_window is not None:
+def _widths(settings: SGLangSettings) -> Iterator[Problem]:  # for `auto`, whole blocks are verified, and a note says so
+    width, block = settings.deployment.speculation.width, settings.block_size
+    if settings.whole_blocks_with is not None and isinstance(width, int) and width not in (1, block):
+        what = f"SGLang verifies whole blocks of {block} slots with {settings.whole_blocks_with}, not {width}"
+        yield Problem(what, "speculation.width", f"set it to {block}, auto or off")
+    if settings.algorithm == DSPARK and settings.deployment.speculation.draft_window is not None:
         yield Problem("SGLang's DSPARK has no window of its own", "speculation.draft_window", "leave it out")
 
 
-def _attention(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
+def _attention(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem]:
     windows = {kind.window for kind in drafter.layers} - {None}
     if len(windows) > 1:
         what = f"its layers have different windows ({', '.join(map(str, sorted(filter(None, windows))))})"
@@ -119,22 +123,22 @@ def _attention(plan: SGLangPlan, drafter: DrafterConfig) -> Iterator[Problem]:
     if not by_rule and len({kind.causal for kind in drafter.layers}) > 1:
         what = "some layers are causal and others not, other than sliding ones causal"
         yield Problem(what, "drafter.model", "SGLang has one is_causal for all layers; use another backend")
-    window = plan.deployment.speculation.draft_window
-    block = plan.block_size or 0
+    window = settings.deployment.speculation.draft_window
+    block = settings.block_size or 0
     if window is not None and window < block:
         what = f"draft_window {window} is smaller than the block of {block} slots"
         yield Problem(what, "speculation.draft_window", f"use {block} or more")
-    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings or 0
+    longest = settings.deployment.limits.max_model_len or settings.target.shape.max_position_embeddings or 0
     if window is None and not windows and longest > drafter.max_position_embeddings and drafter.rope.scaling is None:
         what = f"{longest} tokens, but its RoPE was made for {drafter.max_position_embeddings} positions"
         do = f"set limits.max_model_len to {drafter.max_position_embeddings}: beyond, acceptance is unknown"
         yield Problem(what, "drafter.model", do)
 
 
-def _devices(plan: SGLangPlan) -> Iterator[Problem]:
-    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
-    yield from device_problems(plan.deployment, parallel.tensor * parallel.pipeline, plan.target.weight_bytes)
-    limits = plan.deployment.limits
+def _devices(settings: SGLangSettings) -> Iterator[Problem]:
+    parallel = settings.deployment.parallel
+    yield from device_problems(settings.deployment, parallel.tensor * parallel.pipeline, settings.target.weight_bytes)
+    limits = settings.deployment.limits
     shares = parallel.data * (parallel.tensor if parallel.attention_data else 1)
     if limits.max_batch_size is not None and limits.max_batch_size % shares:
         by = "ranks of data-parallel attention" if parallel.attention_data else "copies of the model"
@@ -152,24 +156,21 @@ def _devices(plan: SGLangPlan) -> Iterator[Problem]:
     if parallel.tensor % parallel.nodes:
         what = f"{parallel.tensor} devices cannot be shared evenly by {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "use a number of nodes that divides parallel.tensor")
-    if hardware.gpu == "none":
-        what = "SGLang's DFlash runs on GPUs (CUDA) only"
-        yield Problem(what, "hardware.gpu", "use the torch backend on a CPU")
 
 
-def _half(plan: SGLangPlan) -> Iterator[Problem]:
+def _half(settings: SGLangSettings) -> Iterator[Problem]:
     """Settings of one half of a disaggregated pair that SGLang ignores, or that spoil the other half's work."""
-    deployment, role = plan.deployment, plan.deployment.role
-    if not plan.is_half:
+    deployment, role = settings.deployment, settings.deployment.role
+    if not settings.is_half:
         return
     if "max_queued_requests" in deployment.limits.model_fields_set:
         what = f"role {role}: SGLang has no limit of its queue there"
         yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your router")
-    if plan.in_effect.get(TRANSFER) == "fake":
+    if settings.in_effect.get(TRANSFER) == "fake":
         yield Problem(f"role {role}: fake transfers no K/V", f"engine_args.sglang.{TRANSFER}", "name another backend")
     # The decode half drafts with what the prefill half stores of the prompt; SGLang says nothing where that is missing.
-    width, method = deployment.speculation.width, plan.in_effect.get("speculative-algorithm")
-    if role == "prefill" and plan.checkpoint is None and method is None:
+    width, method = deployment.speculation.width, settings.in_effect.get("speculative-algorithm")
+    if role == "prefill" and settings.checkpoint is None and method is None:
         lost = "beside it a decode half drafts without the prompt, and accepts less"
         if deployment.drafter is not None:
             do = "set it as on the decode half; where that does not draft either, leave the drafter out"
@@ -179,28 +180,17 @@ def _half(plan: SGLangPlan) -> Iterator[Problem]:
             yield Problem(f"a prefill half without one: {lost}", "drafter", do)
 
 
-def _experts(plan: SGLangPlan) -> Iterator[Problem]:
-    parallel = plan.deployment.parallel
-    yield from expert_problems(plan.deployment, plan.target.experts, "SGLang")
+def _experts(settings: SGLangSettings) -> Iterator[Problem]:
+    parallel = settings.deployment.parallel
+    yield from expert_problems(settings.deployment, settings.target.experts, "SGLang")
     if parallel.expert in (1, parallel.tensor):
-        yield from expert_block_problems(plan.target, parallel.tensor, parallel.expert)
+        yield from expert_block_problems(settings.target, parallel.tensor, parallel.expert)
 
 
-def _unsupported(plan: SGLangPlan) -> Iterator[Problem]:
-    parallel, speculates = plan.deployment.parallel, plan.checkpoint is not None
-    if parallel.pipeline > 1 and speculates:
-        what = "SGLang's DFlash does not run with pipeline parallelism"
-        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
-    if parallel.context > 1:
-        what = "context parallelism is not covered by this backend"
-        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    yield from _block_reuse(plan)
-
-
-def _block_reuse(plan: SGLangPlan) -> Iterator[Problem]:
+def _block_reuse(settings: SGLangSettings) -> Iterator[Problem]:
     """Settings beside which SGLang itself decides whether prefixes are kept, and logs a warning."""
-    asked, where = plan.deployment.kv_cache.block_reuse, "kv_cache.block_reuse"
-    given, keeps = plan.in_effect, KEEP_ON_DECODE in plan.in_effect
+    asked, where = settings.deployment.kv_cache.block_reuse, "kv_cache.block_reuse"
+    given, keeps = settings.in_effect, KEEP_ON_DECODE in settings.in_effect
     kernels = given.get("attention-backend")
     beside = {
         "--enable-mis": "enable-mis" in given,
@@ -210,68 +200,61 @@ def _block_reuse(plan: SGLangPlan) -> Iterator[Problem]:
     without = next((argument for argument, is_given in beside.items() if is_given), None)
     if asked and without is not None:
         yield Problem(f"SGLang keeps no prefixes with {without}", where, "leave one of them out")
-    elif asked and plan.deployment.role == "decode" and not keeps:
+    elif asked and settings.deployment.role == "decode" and not keeps:
         do = "leave it out"
-        if plan.algorithm != DFLASH:
+        if settings.algorithm != DFLASH:
             do += f", or give --{KEEP_ON_DECODE}, which SGLang calls experimental"
         yield Problem("SGLang's decode servers keep no prefixes", where, do)
-    elif keeps and plan.deployment.role == "decode" and plan.algorithm == DFLASH:
+    elif keeps and settings.deployment.role == "decode" and settings.algorithm == DFLASH:
         what = "SGLang's decode servers keep no prefixes with DFLASH"  # arg_groups/speculative_hook.py
         yield Problem(what, f"engine_args.sglang.{KEEP_ON_DECODE}", "leave it out, or serve without a drafter")
-    elif asked is False and plan.deployment.role == "decode" and keeps:
+    elif asked is False and settings.deployment.role == "decode" and keeps:
         yield Problem(f"SGLang keeps prefixes with --{KEEP_ON_DECODE}", where, "leave one of them out")
 
 
-def _heads(plan: SGLangPlan) -> Iterator[Problem]:
-    if not plan.deployment.parallel.attention_data:
-        yield from head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
+def _heads(settings: SGLangSettings) -> Iterator[Problem]:
+    if not settings.deployment.parallel.attention_data:
+        yield from head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
 
 
-def _precision(plan: SGLangPlan) -> Iterator[Problem]:
-    yield from _target_precision(plan)
-    drafter = plan.deployment.drafter
-    if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":
-        what = "SGLang's DFlash drafts are not quantised: fc stays dense and the fused K/V path refuses quantised q/k/v"
-        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
-    if plan.deployment.kv_cache.dtype == "nvfp4":
-        if plan.gpu is not None and not plan.gpu.is_blackwell:
-            yield Problem(f"{plan.gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
-        elif plan.checkpoint is not None:
+def _precision(settings: SGLangSettings) -> Iterator[Problem]:
+    yield from _target_precision(settings)
+    if settings.deployment.kv_cache.dtype == "nvfp4":
+        if settings.gpu is not None and not settings.gpu.is_blackwell:
+            yield Problem(f"{settings.gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
+        elif settings.checkpoint is not None:
             what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"
             yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
-    yield from fraction_problems(plan.deployment, "SGLang")
-    if plan.deployment.hardware.dtype == "float32":
-        what = "SGLang runs DFlash drafts in bfloat16 only" if plan.checkpoint else "SGLang serves in bfloat16"
-        yield Problem(what, "hardware.dtype", "use auto or bfloat16")
+    yield from fraction_problems(settings.deployment, "SGLang")
 
 
-def _target_precision(plan: SGLangPlan) -> Iterator[Problem]:
-    yield from quantization_problems(plan.deployment, plan.target)
-    drafter, tensor = plan.drafter, plan.deployment.parallel.tensor
+def _target_precision(settings: SGLangSettings) -> Iterator[Problem]:
+    yield from quantization_problems(settings.deployment, settings.target)
+    drafter, tensor = settings.drafter, settings.deployment.parallel.tensor
     is_plain = drafter is not None and drafter.family == "DFlash"
-    if plan.target.head_is_quantized and is_plain and tensor > 1:  # others take it on any number (sglang#35534)
+    if settings.target.head_is_quantized and is_plain and tensor > 1:  # others take it on any number (sglang#35534)
         what = f"the target's lm_head is NVFP4, through which a plain drafter drafts on one device, not {tensor}"
         do = "set it to 1, or use a checkpoint that leaves lm_head out, or a DFlash2 or DSpark drafter"
         yield Problem(what, "parallel.tensor", do)
 
 
-def _lengths(plan: SGLangPlan) -> Iterator[Problem]:
-    yield from length_problems(plan.deployment, plan.target.shape)
-    yield from window_problems(plan.deployment)
-    yield from unused_speculation(plan.deployment)
-    yield from measurement_problems(plan.deployment)
+def _lengths(settings: SGLangSettings) -> Iterator[Problem]:
+    yield from length_problems(settings.deployment, settings.target.shape)
+    yield from window_problems(settings.deployment)
+    yield from unused_speculation(settings.deployment)
+    yield from measurement_problems(settings.deployment)
 
 
-def _arguments(plan: SGLangPlan) -> Iterator[Problem]:
-    table, serving = argument_table(plan.deployment), plan.deployment.serving
-    yield from table.problems(plan.engine_args)
+def _arguments(settings: SGLangSettings) -> Iterator[Problem]:
+    table, serving = argument_table(settings.deployment), settings.deployment.serving
+    yield from table.problems(settings.engine_args)
     if serving.reasoning_parser or serving.tool_call_parser:
         flags = {"reasoning_parser": "reasoning-parser", "tool_call_parser": "tool-call-parser"}
         yield from parser_problems(table, serving, PARSERS, flags)
     if serving.api_key_file is not None:
-        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in plan.in_effect]
-        if plan.in_effect.get(TOKENIZERS, 1) != 1:
+        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in settings.in_effect]
+        if settings.in_effect.get(TOKENIZERS, 1) != 1:
             unguarded.append(f"--{TOKENIZERS}")
         yield from key_problems(serving.api_key_file, most=1, unguarded=unguarded, variables=OTHER_SERVERS)
     if RELEASES.installed() is not None:
-        yield from tracing_problems(plan.deployment)
+        yield from tracing_problems(settings.deployment)

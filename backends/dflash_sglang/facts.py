@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_serve.adapter.counters import LINES, PREFIX, read_slot_counters
-from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Releases
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -14,6 +14,35 @@ DRAFT_SECONDS = f"{PREFIX}draft_seconds"  # histogram of the drafter's passes, o
 RESPONSES = "sglang:http_responses_total"
 FULL, FAILED = ', status_code=~"429|503"', ', status_code=~"[45]..", status_code!~"429|503"'
 """Selects answers of a server that is full or not ready (SGLang says 503 where its queue is full), and other errors."""
+
+REFUSALS = (
+    Refusal("hardware.gpu", "SGLang's DFlash runs on GPUs (CUDA) only", "use the torch backend on a CPU", ("none",)),
+    Refusal(
+        "parallel.pipeline",
+        "SGLang's DFlash does not run with pipeline parallelism",
+        "set it to 1 and raise parallel.tensor",
+        drafting=True,
+    ),
+    Refusal(
+        "parallel.context",
+        "context parallelism is not covered by this backend",
+        "set it to 1, or use the tensorrt-llm backend",
+    ),
+    Refusal(
+        "drafter.quantization",
+        "SGLang's DFlash drafts are not quantised: fc stays dense and the fused K/V path refuses quantised q/k/v",
+        "set it to none; the drafter is small beside its target",
+        drafting=True,
+    ),
+    Refusal(
+        "hardware.dtype",
+        "SGLang runs DFlash drafts in bfloat16 only",
+        "use auto or bfloat16",
+        ("float32",),
+        drafting=True,
+    ),
+    Refusal("hardware.dtype", "SGLang serves in bfloat16", "use auto or bfloat16", ("float32",)),
+)
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -57,6 +86,8 @@ FACTS = EngineFacts(
     speculation=LINES,
     errors=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FAILED)),
     refused=("{{status_code}}", rate(RESPONSES, by="status_code", extra=FULL)),
+    refusals=REFUSALS,
+    drafting_arguments=("speculative_algorithm",),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     data_parallel=True,

@@ -1,4 +1,4 @@
-"""Properties of a plan that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
+"""Properties of a launch that TensorRT-LLM refuses, gets wrong or does slowly, found before it starts."""
 
 from __future__ import annotations
 
@@ -13,84 +13,67 @@ from dflash_serve.adapter.checks import (
     unused_speculation,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
 
 from .engine_arguments import argument_problems, config_fields, serving_problems
-from .launch_plan import PAGE, TensorRTLLMPlan, is_dspark
+from .facts import FACTS
+from .settings import PAGE, TensorRTLLMSettings, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
-Check = Callable[[TensorRTLLMPlan], Iterator[Problem]]
+Check = Callable[[TensorRTLLMSettings], Iterator[Problem]]
 PAGES = (16, 32, 64)  # tokens a page for which trtllm-gen has kernels of other than causal attention
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
-def problems(plan: TensorRTLLMPlan) -> list[Problem]:
-    """Problems of a plan: the drafter's own first, because the others may follow from them."""
-    found = list(plan.checkpoint.problems) if plan.checkpoint else []
-    checks: list[Check] = [_devices, _queue, serving_problems, argument_problems, _target_layout, _target_precision]
-    checks += [_kv_dtype, _role, _speculation]
-    if plan.drafter is not None:
+def problems(settings: TensorRTLLMSettings) -> list[Problem]:
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
+    found = list(settings.checkpoint.problems) if settings.checkpoint else []
+    checks: list[Check] = [_refusals, _devices, serving_problems, argument_problems, _target_layout, _target_precision]
+    checks += [_kv_dtype, _speculation]
+    if settings.drafter is not None:
         checks = [_release, *checks, _drafter_fits, _implementation, _blocks_of_16, _block_reuse]
         checks += [_keys_beside_a_drafter]
-    return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(plan)]
+    return found + [problem for check in [*checks, _lengths, _rows, _memory] for problem in check(settings)]
 
 
-def _release(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    if plan.release < OLDEST:
-        what = f"TensorRT-LLM {plan.release} is not supported with a drafter, {OLDEST} to {NEWEST} are"
+def _refusals(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    yield from refusal_problems(settings.deployment, FACTS.refusals)
+
+
+def _release(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    if settings.release < OLDEST:
+        what = f"TensorRT-LLM {settings.release} is not supported with a drafter, {OLDEST} to {NEWEST} are"
         yield Problem(what, "TensorRT-LLM", f"install {OLDEST} or later")
 
 
-def _devices(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    parallel, hardware = plan.deployment.parallel, plan.deployment.hardware
-    if hardware.gpu == "none":
-        do = "name the GPU, or serve with --backend torch"
-        yield Problem("TensorRT-LLM runs on NVIDIA GPUs only", "hardware.gpu", do)
-    if parallel.pipeline > 1 and plan.drafter is not None:
-        yield Problem("DFlash does not run with pipeline parallelism", "parallel.pipeline", "set it to 1")
-    if parallel.context > 1 and plan.drafter is not None:
-        yield Problem("DFlash does not run with context parallelism (Helix)", "parallel.context", "set it to 1")
+def _devices(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    parallel, hardware = settings.deployment.parallel, settings.deployment.hardware
     world = parallel.tensor * parallel.pipeline * parallel.context
-    if parallel.data > 1:
-        what = f"one trtllm-serve has one copy of the model, not {parallel.data}"
-        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
-        yield Problem(what, "parallel.data", do)
-    else:
-        yield from device_problems(plan.deployment, world, plan.target.weight_bytes)
+    if parallel.data == 1:
+        yield from device_problems(settings.deployment, world, settings.target.weight_bytes)
     if world % parallel.nodes:
         what = f"{world} devices do not spread evenly over {parallel.nodes} nodes"
         yield Problem(what, "parallel.nodes", "change one")
-    if hardware.dtype == "float32":
-        yield Problem("TensorRT-LLM does not serve in float32", "hardware.dtype", "set it to auto or bfloat16")
-    elif hardware.dtype == "bfloat16" and plan.target.dtype not in ("bfloat16", None):
+    if hardware.dtype == "bfloat16" and settings.target.dtype not in ("bfloat16", None):
         # Its PyTorch models are made in the `dtype` of config.json; `TorchLlmArgs.dtype` does not change it.
-        what = f"TensorRT-LLM serves in the checkpoint's number format, which is {plan.target.dtype}"
+        what = f"TensorRT-LLM serves in the checkpoint's number format, which is {settings.target.dtype}"
         yield Problem(what, "hardware.dtype", "set it to auto, or use --backend sglang or vllm")
 
 
-def _queue(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    limits = plan.deployment.limits
-    if "max_queued_requests" in limits.model_fields_set:
-        what = f"TensorRT-LLM queues without bound, it cannot stop at {limits.max_queued_requests} requests"
-        yield Problem(what, "limits.max_queued_requests", "leave it out, and bound the queue at your gateway")
-
-
-def _speculation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    """A window, keys without a drafter, or a cost table that cannot be read."""
-    if plan.deployment.speculation.draft_window is not None:
-        what = "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with"
-        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
-    yield from unused_speculation(plan.deployment)
+def _speculation(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    """Keys without a drafter, or a cost table that cannot be read."""
+    yield from unused_speculation(settings.deployment)
     try:
-        plan.draft_lengths()
+        settings.draft_lengths()
     except UserError as error:
         yield error.problem()
 
 
-def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    parallel, target = plan.deployment.parallel, plan.target
+def _target_layout(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    parallel, target = settings.deployment.parallel, settings.target
     if parallel.tensor % parallel.expert:
         what = f"expert {parallel.expert} does not divide tensor {parallel.tensor}"
         do = "experts are shared out among the tensor-parallel devices: use a divisor"
@@ -102,16 +85,16 @@ def _target_layout(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         yield Problem(what, "parallel.expert", f"use a divisor of {target.experts}")
     if parallel.attention_data and parallel.tensor == 1:
         yield Problem("attention data parallelism on one device", "parallel.attention_data", "set it to false")
-    yield from head_problems(target, plan.drafter, plan.drafter_devices)
-    if plan.drafter is not None and plan.drafter.intermediate_size % plan.drafter_devices:
-        columns = plan.drafter.intermediate_size
-        what = f"the drafter's {columns} MLP columns do not split over {plan.drafter_devices} devices"
+    yield from head_problems(target, settings.drafter, settings.drafter_devices)
+    if settings.drafter is not None and settings.drafter.intermediate_size % settings.drafter_devices:
+        columns = settings.drafter.intermediate_size
+        what = f"the drafter's {columns} MLP columns do not split over {settings.drafter_devices} devices"
         yield Problem(what, "parallel.tensor", f"use a divisor of {columns}, or attention_data")
 
 
-def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    quantization, gpu = plan.deployment.target.quantization, plan.gpu
-    native = plan.target.native_quantization
+def _target_precision(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    quantization, gpu = settings.deployment.target.quantization, settings.gpu
+    native = settings.target.native_quantization
     if native == "compressed-tensors":
         what = "its weights are compressed-tensors in integers, whose activations TensorRT-LLM takes for quantised too"
         yield Problem(what, "target.model", "serve an FP8 or NVFP4 checkpoint of it, or use --backend vllm")
@@ -125,29 +108,18 @@ def _target_precision(plan: TensorRTLLMPlan) -> Iterator[Problem]:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
         yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
     if gpu is not None and not gpu.is_blackwell:
-        kv = plan.deployment.kv_cache.dtype
+        kv = settings.deployment.kv_cache.dtype
         for where, formats in (("target.quantization", (quantization, native)), ("kv_cache.dtype", (kv,))):
             if "nvfp4" in formats:
                 what = f"NVFP4 arithmetic needs Blackwell, {gpu.name} is SM{gpu.compute}"
                 yield Problem(what, where, "use fp8, or b200 or b300")
 
 
-def _kv_dtype(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+def _kv_dtype(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     """Upstream takes auto, fp8 and nvfp4 (`_VALID_KV_CACHE_DTYPES`, model_loader.py); auto is the checkpoint's."""
-    if plan.deployment.kv_cache.dtype == "bfloat16" and plan.target.quantized_kv:
+    if settings.deployment.kv_cache.dtype == "bfloat16" and settings.target.quantized_kv:
         what = "the target's checkpoint asks for quantised K/V, and TensorRT-LLM cannot take them in bfloat16 instead"
         yield Problem(what, "kv_cache.dtype", "set it to auto, or use --backend sglang or vllm")
-
-
-def _role(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    role = plan.deployment.role
-    if role == "whole":
-        return
-    what = f"role {role} is not covered by this backend"
-    if plan.drafter is not None:
-        what = f"role {role}: the decoding server never sees the prompt's features, so acceptance silently drops"
-        what += " (TensorRT-LLM#19352)"
-    yield Problem(what, "role", "serve whole, or use --backend sglang")
 
 
 def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
@@ -170,69 +142,70 @@ def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
         yield Problem(what, "drafter", do)
 
 
-def _drafter_fits(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    assert plan.drafter is not None
-    yield from unserved_heads(plan.drafter, plan.release)
-    family = plan.target.shape.model_type
+def _drafter_fits(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    assert settings.drafter is not None
+    yield from unserved_heads(settings.drafter, settings.release)
+    family = settings.target.shape.model_type
     if family in WITHOUT_DRAFTER:
         what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
-    yield from check_pairing(plan.drafter, plan.target.shape)
-    wanted = plan.deployment.drafter.quantization if plan.deployment.drafter else "none"
-    have = plan.quantization.format if plan.quantization else "none"
+    yield from check_pairing(settings.drafter, settings.target.shape)
+    wanted = settings.deployment.drafter.quantization if settings.deployment.drafter else "none"
+    have = settings.quantization.format if settings.quantization else "none"
     if wanted not in ("none", have):
         what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {wanted}"
         yield Problem(what, "drafter.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
-    if have == "nvfp4" and plan.gpu is not None and not plan.gpu.is_blackwell:
-        what = f"an NVFP4 drafter needs Blackwell, {plan.gpu.name} is SM{plan.gpu.compute}"
+    if have == "nvfp4" and settings.gpu is not None and not settings.gpu.is_blackwell:
+        what = f"an NVFP4 drafter needs Blackwell, {settings.gpu.name} is SM{settings.gpu.compute}"
         yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
-    yield from block_problems(plan.deployment, plan.drafter)
+    yield from block_problems(settings.deployment, settings.drafter)
 
 
-def _implementation(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    if plan.needs_plug_in and plan.drafter is not None and plan.drafter.words:
-        what = f"TensorRT-LLM would silently ignore: {'; '.join(plan.needs_plug_in)}; our drafter there is plain DFlash"
+def _implementation(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    if settings.needs_plug_in and settings.drafter is not None and settings.drafter.words:
+        ignored = "; ".join(settings.needs_plug_in)
+        what = f"TensorRT-LLM would silently ignore: {ignored}; our drafter there is plain DFlash"
         yield Problem(what, "drafter", "use a bf16 drafter without it, or --backend torch")
-    elif plan.needs_plug_in and plan.release < FROM_1_4:
-        what = f"TensorRT-LLM {plan.release} would silently ignore: {'; '.join(plan.needs_plug_in)}"
+    elif settings.needs_plug_in and settings.release < FROM_1_4:
+        what = f"TensorRT-LLM {settings.release} would silently ignore: {'; '.join(settings.needs_plug_in)}"
         yield Problem(what, "drafter", "install TensorRT-LLM 1.4, which takes our drafter, or use a plain bf16 drafter")
-    given = [plan.engine_args.get("load_format"), plan.engine_args.get("load-format")]
-    if "dummy" in (str(format).lower() for format in [*given, plan.speculative_args.get("load_format")]):
+    given = [settings.engine_args.get("load_format"), settings.engine_args.get("load-format")]
+    if "dummy" in (str(format).lower() for format in [*given, settings.speculative_args.get("load_format")]):
         what = "with load_format dummy no weights are read, and the drafter makes its first product as it reads them"
         yield Problem(what, "engine_args.tensorrt-llm.load_format", "leave it out, or set speculation.width: off")
 
 
-def _keys_beside_a_drafter(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+def _keys_beside_a_drafter(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     """The user's own keys that work, but with no such drafter."""
-    where, given = "engine_args.tensorrt-llm", config_fields(plan.engine_args)
+    where, given = "engine_args.tensorrt-llm", config_fields(settings.engine_args)
     if str(given.get("attn_backend")).upper().startswith("FLASHINFER"):
         what = "TensorRT-LLM's FlashInfer attention takes no drafter that has K/V of its own"
         yield Problem(what, f"{where}.attn_backend", "leave it out, or set speculation.width: off")
     pool = given.get("kv_cache_config")
     page = pool.get("tokens_per_block", PAGE) if isinstance(pool, dict) else PAGE
-    if plan.context_in_pool and page not in PAGES:
+    if settings.context_in_pool and page not in PAGES:
         what = f"the drafter's attention reads pages of 16, 32 or 64 tokens from the K/V pool, not of {page}"
         yield Problem(what, f"{where}.kv_cache_config.tokens_per_block", "set it to one of them, or leave it out")
     do = "leave it out, or set speculation.width: off"
     if given.get("cache_transceiver_config"):
         what = "one half of a pair never sees the prompt's features, so acceptance silently drops (TensorRT-LLM#19352)"
         yield Problem(what, f"{where}.cache_transceiver_config", do)
-    if given.get("kv_connector_config") and not plan.speculative_args.get("context_recompute_tail"):
+    if given.get("kv_connector_config") and not settings.speculative_args.get("context_recompute_tail"):
         what = "what a connector brings of a prompt never passes the target: the drafter has no features of it"
-        if plan.recomputes_tails:
+        if settings.recomputes_tails:
             do += f"; or have its end computed again: {where}.speculative_config.context_recompute_tail"
         yield Problem(what, f"{where}.kv_connector_config", do)
 
 
-def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+def _blocks_of_16(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     """FP8 kernels take multiples of 16, NVFP4 has one scale for 16 values: on every device's part of the drafter."""
-    config, devices = plan.drafter, plan.drafter_devices
-    if config is None or plan.quantization is None:
+    config, devices = settings.drafter, settings.drafter_devices
+    if config is None or settings.quantization is None:
         return
-    format = plan.quantization.format
+    format = settings.quantization.format
     parts = {
         "query rows": config.num_attention_heads * config.head_dim // devices,
-        "K/V rows": plan.drafter_kv_heads * config.head_dim,
+        "K/V rows": settings.drafter_kv_heads * config.head_dim,
         "MLP columns": config.intermediate_size // devices,
         "hidden columns": config.hidden_size,
     }
@@ -241,17 +214,17 @@ def _blocks_of_16(plan: TensorRTLLMPlan) -> Iterator[Problem]:
             said = f"{size} {what} of the drafter on a device are no multiple of 16, which {format.upper()} asks for"
             do = "use fewer devices, attention_data, or the bf16 drafter" if devices > 1 else "use the bf16 drafter"
             yield Problem(said, "parallel.tensor" if devices > 1 else "drafter", do)
-    if format == "nvfp4" and plan.implementation != "ours" and config.num_key_value_heads < devices:
+    if format == "nvfp4" and settings.implementation != "ours" and config.num_key_value_heads < devices:
         what = f"TensorRT-LLM repeats K/V heads on {devices} devices, but not their NVFP4 scales"
         yield Problem(what, "parallel.tensor", f"use at most {config.num_key_value_heads}, or the FP8 drafter")
 
 
-def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+def _block_reuse(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     """A reused prompt never passes the target, so its features must be made again: as many as the user says."""
-    if not plan.deployment.kv_cache.block_reuse:
+    if not settings.deployment.kv_cache.block_reuse:
         return
-    if plan.recompute_tail:
-        if "enable-chunked-prefill" in plan.given - plan.in_effect.keys():
+    if settings.recompute_tail:
+        if "enable-chunked-prefill" in settings.given - settings.in_effect.keys():
             what = "without chunked prefill no end of a reused prompt is computed again, whatever was asked"
             where = "engine_args.tensorrt-llm.enable_chunked_prefill"
             yield Problem(what, where, "leave it out, or set kv_cache.block_reuse to false")
@@ -259,48 +232,50 @@ def _block_reuse(plan: TensorRTLLMPlan) -> Iterator[Problem]:
     what = "a reused prompt never passes the target: the drafter has no features of it, and accepts little"
     what += " (TensorRT-LLM#16005)"
     do = "set it to false, or leave it out"
-    if plan.recomputes_tails:
+    if settings.recomputes_tails:
         do += "; or have its end computed again: engine_args.tensorrt-llm.speculative_config.context_recompute_tail"
     yield Problem(what, "kv_cache.block_reuse", do)
 
 
-def _lengths(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    yield from length_problems(plan.deployment, plan.target.shape)
-    if plan.drafter is not None and plan.max_model_len > plan.drafter.max_position_embeddings:
-        covered = plan.drafter.max_position_embeddings
-        what = f"the drafter covers {covered} positions of {plan.max_model_len}; longer requests would draft nothing"
+def _lengths(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    yield from length_problems(settings.deployment, settings.target.shape)
+    if settings.drafter is not None and settings.max_model_len > settings.drafter.max_position_embeddings:
+        covered = settings.drafter.max_position_embeddings
+        what = (
+            f"the drafter covers {covered} positions of {settings.max_model_len}; longer requests would draft nothing"
+        )
         yield Problem(what, "limits.max_model_len", f"set it to {covered}, or use a drafter trained for more")
 
 
-def _rows(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    asked, batch = plan.deployment.limits.max_num_tokens, plan.max_batch_size
-    if asked is None or batch is None or plan.drafter is None:
+def _rows(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    asked, batch = settings.deployment.limits.max_num_tokens, settings.max_batch_size
+    if asked is None or batch is None or settings.drafter is None:
         return
-    rows = batch * plan.block_size
+    rows = batch * settings.block_size
     if rows > asked:
-        what = f"{batch} blocks of {plan.block_size} slots are {rows} rows a step, max_num_tokens is {asked}"
-        fits = asked // plan.block_size
+        what = f"{batch} blocks of {settings.block_size} slots are {rows} rows a step, max_num_tokens is {asked}"
+        fits = asked // settings.block_size
         do = f"set it to {rows} or more" + (f", or limits.max_batch_size to {fits}" if fits else "")
         yield Problem(what, "limits.max_num_tokens", do)
 
 
-def _memory(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    yield from memory_problems(plan)
-    drafter, memory = plan.drafter, plan.memory
-    if drafter is None or memory is None or memory.pool <= 0 or plan.context_in_pool:
+def _memory(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    yield from memory_problems(settings)
+    drafter, memory = settings.drafter, settings.memory
+    if drafter is None or memory is None or memory.pool <= 0 or settings.context_in_pool:
         return
-    batch, length, budget = plan.max_batch_size or 1, plan.max_model_len, int(memory.pool * (1 - LEAST_POOL))
-    needed = plan.arena_bytes(batch, length)
+    batch, length, budget = settings.max_batch_size or 1, settings.max_model_len, int(memory.pool * (1 - LEAST_POOL))
+    needed = settings.arena_bytes(batch, length)
     if needed <= budget:
         return
     what = (
         f"the drafter's context needs {needed / GIB:.1f} GiB a device ({batch} + 1 entries x {drafter.num_layers} "
-        f"layers x {length} tokens + {plan.block_size} x {plan.drafter_kv_heads} K/V heads x {drafter.head_dim} x 2 x "
-        f"2 bytes), {budget / GIB:.1f} GiB can be spared"
+        f"layers x {length} tokens + {settings.block_size} x {settings.drafter_kv_heads} K/V heads x "
+        f"{drafter.head_dim} x 2 x 2 bytes), {budget / GIB:.1f} GiB can be spared"
     )
-    largest = budget // plan.arena_bytes(0, length) - 1
-    capacity = budget // (plan.context_token_bytes * (batch + 1))
-    longest = (capacity - capacity % PAGE - plan.block_size) // PAGE * PAGE
+    largest = budget // settings.arena_bytes(0, length) - 1
+    capacity = budget // (settings.context_token_bytes * (batch + 1))
+    longest = (capacity - capacity % PAGE - settings.block_size) // PAGE * PAGE
     options = {"limits.max_batch_size": largest, "limits.max_model_len": longest}
     lower = " or ".join(f"{name} to {most}" for name, most in options.items() if most > 0)
     yield Problem(what, "limits", f"lower {lower}" if lower else "use more devices, or a larger GPU")

@@ -23,7 +23,7 @@ from dflash_serve.adapter.arguments import (
 from dflash_serve.deployment.description import Serving
 from dflash_serve.errors import Problem, did_you_mean
 
-from .launch_plan import TensorRTLLMPlan
+from .settings import TensorRTLLMSettings
 from .upstream import FROM_1_4, NEW_IN_1_4, LlmArgs
 
 LISTENING = "--host and --port of `dflash-serve serve`"
@@ -134,41 +134,34 @@ def _parser() -> EngineParser:
     return pinned_parser(Path(__file__).with_name("flags.json"))
 
 
-def argument_table(plan: TensorRTLLMPlan) -> ArgumentTable:
+def argument_table(settings: TensorRTLLMSettings) -> ArgumentTable:
     """The options of trtllm-serve, from the pinned list."""
-    return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {plan.release}", _parser, KEYS)
+    return ArgumentTable("tensorrt-llm", f"TensorRT-LLM {settings.release}", _parser, KEYS)
 
 
 PARSER_FLAGS = {"reasoning_parser": "reasoning_parser", "tool_call_parser": "tool_parser"}  # key of `serving` -> option
 
 
-def named_parsers(plan: TensorRTLLMPlan) -> Serving:
+def named_parsers(settings: TensorRTLLMSettings) -> Serving:
     """Parsers that must be named; for gpt-oss trtllm-serve chooses its own."""
-    serving = plan.deployment.serving
-    its_own = plan.target.shape.model_type == "gpt_oss"
+    serving = settings.deployment.serving
+    its_own = settings.target.shape.model_type == "gpt_oss"
     chosen = {key: None for key in PARSER_FLAGS if its_own and getattr(serving, key) == HARMONY}
     return serving.model_copy(update=chosen)
 
 
-def serving_options(plan: TensorRTLLMPlan) -> list[str]:
+def serving_options(settings: TensorRTLLMSettings) -> list[str]:
     """Names and parsers that clients see, and the user's own options, as words of the command line."""
-    serving = plan.deployment.serving
+    serving = settings.deployment.serving
     flags = {"served_model_name": serving.served_model_name, "otlp_traces_endpoint": serving.otlp_traces_endpoint}
-    flags |= {PARSER_FLAGS[key]: parser for key, _, parser in PARSERS.of(named_parsers(plan))}
+    flags |= {PARSER_FLAGS[key]: parser for key, _, parser in PARSERS.of(named_parsers(settings))}
     words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
-    return [*words, *argument_table(plan).words(options(plan.engine_args))]
+    return [*words, *argument_table(settings).words(options(settings.engine_args))]
 
 
-def serving_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
-    """Keys of `serving` that trtllm-serve does not have."""
-    serving = plan.deployment.serving
-    if serving.api_key_file is not None:
-        what = "trtllm-serve does not check API keys"
-        yield Problem(what, "serving.api_key_file", "leave it out, and check keys in a gateway")
-    if serving.log_format == "json":
-        do = "leave it out, and let the collector of your logs parse text"
-        yield Problem("trtllm-serve logs text alone", "serving.log_format", do)
-    yield from parser_problems(argument_table(plan), named_parsers(plan), PARSERS, PARSER_FLAGS)
+def serving_problems(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    """Parsers of `serving` that trtllm-serve does not have."""
+    yield from parser_problems(argument_table(settings), named_parsers(settings), PARSERS, PARSER_FLAGS)
 
 
 def options(given: EngineArgs) -> dict[str, JsonValue]:
@@ -184,9 +177,9 @@ def config_fields(given: EngineArgs) -> dict[str, JsonValue]:
     return {name.replace("-", "_"): value for name, value in given.items() if name not in words}
 
 
-def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
+def argument_problems(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     """Arguments that trtllm-serve does not have, or that a key of the deployment stands for."""
-    table, given = argument_table(plan), plan.engine_args
+    table, given = argument_table(settings), settings.engine_args
     yield from table.problems(options(given))
     known = {*LlmArgs.model_fields, *OTHER_CONFIG}
     for name, value in config_fields(given).items():
@@ -195,13 +188,13 @@ def argument_problems(plan: TensorRTLLMPlan) -> Iterator[Problem]:
             do = did_you_mean(name, [*known, *table.parser().names]) or "see `trtllm-serve --help` and TorchLlmArgs"
             yield Problem(f"{table.engine} has no such option or key of config.yaml", where, do)
         for path in _paths(name, value):
-            if path in NEW_IN_1_4 and plan.release < FROM_1_4:
-                yield Problem(f"TensorRT-LLM {plan.release} has no {path}", where, "install 1.4, or leave it out")
-            if path in CONFIG_KEYS and not (name == "speculative_config" and plan.deployment.drafter is None):
+            if path in NEW_IN_1_4 and settings.release < FROM_1_4:
+                yield Problem(f"TensorRT-LLM {settings.release} has no {path}", where, "install 1.4, or leave it out")
+            if path in CONFIG_KEYS and not (name == "speculative_config" and settings.deployment.drafter is None):
                 key = CONFIG_KEYS[path]
                 do = f"leave it out: {key}" if " " in key else f"set {key}"
                 yield Problem(f"{path} is what dflash-serve sets itself", where, do)
-        if name == "speculative_config" and value is None and plan.drafter is not None:
+        if name == "speculative_config" and value is None and settings.drafter is not None:
             yield Problem("null would leave the drafter out", where, "leave it out, or set speculation.width: off")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, SpeculationLines
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal, SpeculationLines
 from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -15,6 +15,52 @@ ITERATIONS, PROMETHEUS = "/metrics", "/prometheus/metrics"
 """JSON that is emptied by reading it, and Prometheus text, which needs `return_perf_metrics`."""
 DRAFTED, ACCEPTED = "trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"
 ACCEPTANCE_LENGTH = "trtllm_spec_decode_acceptance_length"
+
+REFUSALS = (
+    Refusal(
+        "hardware.gpu",
+        "TensorRT-LLM runs on NVIDIA GPUs only",
+        "name the GPU, or serve with --backend torch",
+        ("none",),
+    ),
+    Refusal("parallel.pipeline", "DFlash does not run with pipeline parallelism", "set it to 1", drafting=True),
+    Refusal("parallel.context", "DFlash does not run with context parallelism (Helix)", "set it to 1", drafting=True),
+    Refusal(
+        "parallel.data",
+        "one trtllm-serve has one copy of the model, not {value}",
+        "`dflash-serve deploy` makes {value} replicas of it; to start one yourself, set it to 1",
+    ),
+    Refusal("hardware.dtype", "TensorRT-LLM does not serve in float32", "set it to auto or bfloat16", ("float32",)),
+    Refusal(
+        "limits.max_queued_requests",
+        "TensorRT-LLM queues without bound, it cannot stop at {value} requests",
+        "leave it out, and bound the queue at your gateway",
+        given=True,
+    ),
+    Refusal(
+        "serving.api_key_file",
+        "trtllm-serve does not check API keys",
+        "leave it out, and check keys in a gateway",
+    ),
+    Refusal(
+        "serving.log_format",
+        "trtllm-serve logs text alone",
+        "leave it out, and let the collector of your logs parse text",
+    ),
+    Refusal(
+        "role",
+        "role {value}: the decoding server never sees the prompt's features, so acceptance silently drops"
+        " (TensorRT-LLM#19352)",
+        "serve whole, or use --backend sglang",
+        drafting=True,
+    ),
+    Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
+    Refusal(
+        "speculation.draft_window",
+        "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with",
+        "leave it out, or use --backend sglang",
+    ),
+)
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -90,6 +136,8 @@ FACTS = EngineFacts(
         ),
     ),
     errors=("{{pod}}", rate("trtllm_request_error_total", by="pod")),
+    refusals=REFUSALS,
+    drafting_arguments=("speculative_config",),
     read_acceptance=read_acceptance,
     environment={"TRTLLM_NO_USAGE_STATS": "1"},
 )

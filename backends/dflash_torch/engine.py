@@ -325,7 +325,7 @@ class EmbeddedEngine:
 
 
 def start_engine(deployment: Deployment) -> EmbeddedEngine:
-    """Loads and starts a deployment that `EmbeddedBackend.check` accepts and that has a `limits.max_batch_size`."""
+    """Loads and starts a deployment whose `EmbeddedLaunch` has no problems, with a `limits.max_batch_size`."""
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
     gpu, has_gpu = deployment.hardware.gpu, torch.cuda.is_available()

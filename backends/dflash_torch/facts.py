@@ -6,7 +6,8 @@ Counters of slots and widths are those of every engine: `dflash_serve.adapter.co
 from __future__ import annotations
 
 from dflash_serve.adapter.counters import LINES, read_slot_counters, where_absent
-from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal
+from dflash_serve.adapter.refusals import deployment_keys
 from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -33,6 +34,30 @@ REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request
 
 SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"  # environment variables of `server.settings`
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
+
+HONOURED = {
+    *("target.model", "target.revision", "drafter.model", "drafter.revision"),
+    *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
+    *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
+    *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
+}
+INSTEAD = {
+    "parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`",
+    "speculation.draft_window": "leave it out, or serve with --backend sglang",
+    "role": "leave it out, or serve with --backend sglang",
+    "parallel.context": "leave it out, or serve with --backend tensorrt-llm",
+    "drafter.quantization": "leave it out, or serve with --backend tensorrt-llm",
+}
+"""What to do about keys that are not honoured, where it is not `another --backend`."""
+REFUSALS = tuple(
+    Refusal(
+        key,
+        "the embedded backend has no such thing (given: {value!r})",
+        INSTEAD.get(key, "leave it out, or serve with another --backend"),
+    )
+    for key in deployment_keys()
+    if key not in HONOURED
+)
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -63,4 +88,5 @@ FACTS = EngineFacts(
     read_acceptance=read_acceptance,
     needs_gpu=False,
     server_flags=SERVER_FLAGS,
+    refusals=REFUSALS,
 )

@@ -1,4 +1,7 @@
-"""Decisions before the engine is loaded: open fields, memory, the settings of the server, and how threads wait."""
+"""`EmbeddedLaunch`: decisions before the engine is loaded, by its files, the free memory and the server's settings.
+
+It also says how threads wait, which must be chosen before PyTorch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from time import sleep
 from typing import NamedTuple
@@ -13,19 +18,34 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from dflash_serve.adapter.arguments import ArgumentTable, EngineArgs, EngineParser, add_flag
-from dflash_serve.adapter.checks import key_problems, uses_drafter
-from dflash_serve.adapter.protocol import Choice
+from dflash_serve.adapter.checks import (
+    block_problems,
+    check_pairing,
+    key_problems,
+    length_problems,
+    measurement_problems,
+    unused_speculation,
+    uses_drafter,
+)
+from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.files import tokenizer_problems
+from dflash_serve.checkpoint.quantization import plain_only, plain_target_only
+from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target_config import read_target_headers, target_config
+from dflash_serve.checkpoint.target_files import read_target
+from dflash_serve.common.extras import import_problem
+from dflash_serve.common.files import write_whole
 from dflash_serve.common.settings import describe
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
-from dflash_serve.errors import Problem, UserError, first_line
+from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
-from .facts import SETTINGS_PREFIX
+from .facts import FACTS, SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -110,20 +130,6 @@ def needed_bytes(
     return in_bf16 * size // BF16
 
 
-def with_batch_size(deployment: Deployment) -> Deployment:
-    """The deployment with `limits.max_batch_size` filled in where it is left open, in the process of the engine.
-
-    Raises:
-        UserError: as `device_memory`.
-    """
-    if deployment.limits.max_batch_size is not None:
-        return deployment
-    batch = largest_batch(deployment, *sizes(deployment), device_memory(deployment))
-    log.info("limits.max_batch_size = %d: the K/V of so many requests fits into the free memory", batch)
-    limits = deployment.limits.model_copy(update={"max_batch_size": batch})
-    return deployment.model_copy(update={"limits": limits})
-
-
 def largest_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, memory: Memory) -> int:
     """The largest power of two of requests, up to `MOST_REQUESTS` or `MOST_ON_GPU`, whose K/V fits at full length.
 
@@ -136,15 +142,6 @@ def largest_batch(deployment: Deployment, target: TargetLayout, drafter: Drafter
     while batch > 1 and needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu, batch=batch) > room:
         batch //= 2
     return batch
-
-
-def sizes(deployment: Deployment) -> tuple[TargetLayout, DrafterConfig | None]:
-    """Target and drafter, as far as their memory depends on them."""
-    named = deployment.target.model_copy(update={"model": str(target_source(deployment.target.model))})
-    target, drafter = read_target_layout(target_configuration(named), named), None
-    if uses_drafter(deployment) and deployment.drafter is not None:
-        drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
-    return target, drafter
 
 
 def free_bytes() -> int | None:
@@ -216,29 +213,144 @@ def server_environment(deployment: Deployment) -> dict[str, str]:
     }
 
 
-def choices(deployment: Deployment, memory: Memory | None) -> Iterator[Choice]:
-    """The choices where a deployment leaves a field open; `memory` is that of `memory_here`."""
-    target, drafter = sizes(deployment)
-    if deployment.limits.max_batch_size is None:
-        fits = "the largest power of two whose K/V fits into the free memory"
-        if memory is None:
-            why = f"at the start: {fits} of the GPU, at most {MOST_ON_GPU} (at most {MOST_REQUESTS} on a CPU)"
-            yield Choice("limits.max_batch_size", "as many as fit", why)
-        else:
-            why = f"{fits} of this machine at the start, at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
-            yield Choice("limits.max_batch_size", f"{largest_batch(deployment, target, drafter, memory)}", why)
-    if deployment.limits.max_model_len is None:
-        yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")
-    if drafter is not None and deployment.speculation.block_size is None:
-        yield Choice("speculation.block_size", f"{drafter.block_size}", "the drafter's own")
-    if drafter is not None and deployment.speculation.width == "auto":
-        costs = "costs that are measured when the engine starts" if given_cost() is None else COST_TABLE
-        yield Choice("speculation.width", "auto", f"by {costs}")
-    if deployment.hardware.gpu is None:
-        yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
-    if deployment.hardware.dtype == "auto":
-        on_cpu = "on a CPU bfloat16 if the target's weights are and it measures faster at start, else float32"
-        yield Choice("hardware.dtype", "auto", f"bfloat16 on a GPU; {on_cpu}")
+DEPLOYMENT_FILE = "deployment.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedLaunch(Launch):
+    """A launch of the embedded engine, in this process or as a server; a file is read when it is first needed."""
+
+    @cached_property
+    def source(self) -> str | Path:
+        """The target's folder or hub id; the bundled one is converted by PyTorch, if it was not yet."""
+        return target_source(self.deployment.target.model)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder with the target's config.json; of a hub id nothing else is fetched."""
+        return target_configuration(self.deployment.target.model_copy(update={"model": str(self.source)}))
+
+    @cached_property
+    def target(self) -> TargetLayout:
+        return read_target_layout(self.folder, self.deployment.target)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The drafter's; None = the deployment names none."""
+        drafter = self.deployment.drafter
+        return None if drafter is None else open_checkpoint(drafter.model, drafter.revision)
+
+    @property
+    def drafter(self) -> DrafterConfig | None:
+        """The drafter that is loaded.
+
+        Raises:
+            UserError: it cannot be understood.
+        """
+        if self.checkpoint is None or not uses_drafter(self.deployment):
+            return None
+        if self.checkpoint.config is None:
+            raise_problems(self.checkpoint.problems, hint=HINT)
+        return self.checkpoint.config
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        return memory_here(self.deployment)
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        if broken := import_problem("PyTorch", "torch"):
+            return [broken]  # the bundled target is converted by it
+        deployment, shape, checkpoint = self.deployment, self.target.shape, self.checkpoint
+        problems = [
+            *refusal_problems(deployment, FACTS.refusals),
+            *argument_problems(deployment),
+            *length_problems(deployment, shape),
+        ]
+        problems += self._target_problems()
+        if checkpoint is None:
+            return [*problems, *unused_speculation(deployment)]
+        problems += checkpoint.problems
+        problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
+        if checkpoint.config is None:
+            return problems
+        problems += [*check_pairing(checkpoint.config, shape), *block_problems(deployment, checkpoint.config)]
+        return [*problems, *measurement_problems(deployment)]
+
+    def _target_problems(self) -> list[Problem]:
+        """Problems of the target's files. Without weights here only the configuration is read, as of a hub id."""
+        files = read_target(self.folder)
+        config = target_config(files)
+        if not any(Path(self.source).glob("*.safetensors*")):
+            return plain_target_only(files.recipe, {}, files.folder)
+        _, problems = read_target_headers(files, config)
+        return problems + tokenizer_problems(self.folder)
+
+    @cached_property
+    def _memory_problems(self) -> list[Problem]:
+        return memory_problems(self.deployment, self.target, self.drafter, self.memory)
+
+    def with_batch_size(self) -> Deployment:
+        """The deployment with `limits.max_batch_size` filled in where it is left open, in the process of the engine.
+
+        Raises:
+            UserError: as `device_memory`.
+        """
+        if self.deployment.limits.max_batch_size is not None:
+            return self.deployment
+        batch = largest_batch(self.deployment, self.target, self.drafter, device_memory(self.deployment))
+        log.info("limits.max_batch_size = %d: the K/V of so many requests fits into the free memory", batch)
+        limits = self.deployment.limits.model_copy(update={"max_batch_size": batch})
+        return self.deployment.model_copy(update={"limits": limits})
+
+    def files(self, folder: Path) -> list[PreparedFile]:
+        return [PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", self.deployment.model_dump_json(indent=1))]
+
+    def prepare(self, folder: Path) -> None:
+        raise_problems(self.problems)
+        # A server reserves its whole K/V cache; without the memory it would be killed under load.
+        raise_problems(self._memory_problems)
+        for file in self.files(folder):
+            write_whole(folder / file.name, file.text or "")
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        argv = (sys.executable, "-m", "dflash_torch.server", str(folder.resolve() / DEPLOYMENT_FILE))
+        listening = {f"{SETTINGS_PREFIX}HOST": host, f"{SETTINGS_PREFIX}PORT": str(port)}
+        return Command(argv, {**listening, **server_environment(self.deployment)})
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return [f"on this machine, {problem}" for problem in self._memory_problems]
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        return list(self._choices())
+
+    def _choices(self) -> Iterator[Choice]:
+        deployment, target, drafter = self.deployment, self.target, self.drafter
+        if deployment.limits.max_batch_size is None:
+            fits = "the largest power of two whose K/V fits into the free memory"
+            if self.memory is None:
+                why = f"at the start: {fits} of the GPU, at most {MOST_ON_GPU} (at most {MOST_REQUESTS} on a CPU)"
+                yield Choice("limits.max_batch_size", "as many as fit", why)
+            else:
+                why = (
+                    f"{fits} of this machine at the start, at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
+                )
+                batch = largest_batch(deployment, target, drafter, self.memory)
+                yield Choice("limits.max_batch_size", f"{batch}", why)
+        if deployment.limits.max_model_len is None:
+            yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")
+        if drafter is not None and deployment.speculation.block_size is None:
+            yield Choice("speculation.block_size", f"{drafter.block_size}", "the drafter's own")
+        if drafter is not None and deployment.speculation.width == "auto":
+            costs = "costs that are measured when the engine starts" if given_cost() is None else COST_TABLE
+            yield Choice("speculation.width", "auto", f"by {costs}")
+        if deployment.hardware.gpu is None:
+            yield Choice("hardware.gpu", "what is there", "the first GPU that PyTorch sees, else the CPU")
+        if deployment.hardware.dtype == "auto":
+            on_cpu = "on a CPU bfloat16 if the target's weights are and it measures faster at start, else float32"
+            yield Choice("hardware.dtype", "auto", f"bfloat16 on a GPU; {on_cpu}")
 
 
 # How OpenMP's threads wait for one another on a CPU: a decoding step has some hundred short parallel loops. On two idle

@@ -24,14 +24,15 @@ from dflash_serve.adapter.checks import (
     window_problems,
 )
 from dflash_serve.adapter.launch import memory_problems
+from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.common.http import read_keys
 from dflash_serve.errors import Problem
 
 from .drafter_rules import drafter_problems
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
-from .facts import RELEASES
-from .launch_plan import VLLMPlan
+from .facts import FACTS, RELEASES
+from .settings import VLLMSettings
 
 WITHOUT_KEYS = (
     "grpc",
@@ -59,45 +60,50 @@ PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
 
-def problems(plan: VLLMPlan) -> list[Problem]:
-    """Problems of a plan: the drafter's own first, because the others may follow from them."""
-    found = list(plan.checkpoint.problems) if plan.checkpoint else []
-    found += plain_only(plan.checkpoint.quantization if plan.checkpoint else None, "vLLM", "drafter.model")
+def problems(settings: VLLMSettings) -> list[Problem]:
+    """Problems of a launch: the drafter's own first, because the others may follow from them."""
+    found = list(settings.checkpoint.problems) if settings.checkpoint else []
+    found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "vLLM", "drafter.model")
     found += RELEASES.problems(RELEASES.installed())
-    if plan.drafter is not None:
-        limits = plan.deployment.limits
+    if settings.drafter is not None:
+        limits = settings.deployment.limits
         found += drafter_problems(
-            plan.drafter, plan.target.shape, max_model_len=limits.max_model_len, v1_runner=plan.v1_runner
+            settings.drafter, settings.target.shape, max_model_len=limits.max_model_len, v1_runner=settings.v1_runner
         )
-        found += block_problems(plan.deployment, plan.drafter)
-    found += [*_speculation(plan), *_devices(plan), *expert_problems(plan.deployment, plan.target.experts, "vLLM")]
-    found += head_problems(plan.target, plan.drafter, plan.deployment.parallel.tensor)
-    found += [*_precision(plan), *memory_problems(plan)]
-    unreadable = list(measurement_problems(plan.deployment))
-    found += unreadable or _arguments(plan)  # which arguments are the user's to give depends on them
-    return [*found, *length_problems(plan.deployment, plan.target.shape)]
+        found += block_problems(settings.deployment, settings.drafter)
+    found += [
+        *_speculation(settings),
+        *refusal_problems(settings.deployment, FACTS.refusals),
+        *_devices(settings),
+        *expert_problems(settings.deployment, settings.target.experts, "vLLM"),
+    ]
+    found += head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
+    found += [*_precision(settings), *memory_problems(settings)]
+    unreadable = list(measurement_problems(settings.deployment))
+    found += unreadable or _arguments(settings)  # which arguments are the user's to give depends on them
+    return [*found, *length_problems(settings.deployment, settings.target.shape)]
 
 
-def _arguments(plan: VLLMPlan) -> Iterator[Problem]:
-    table, serving = argument_table(plan), plan.deployment.serving
-    yield from table.problems(plan.engine_args)
-    if not PARSER_PLUGINS & plan.given:
+def _arguments(settings: VLLMSettings) -> Iterator[Problem]:
+    table, serving = argument_table(settings), settings.deployment.serving
+    yield from table.problems(settings.engine_args)
+    if not PARSER_PLUGINS & settings.given:
         yield from parser_problems(table, serving, PARSERS, PARSER_FLAGS)
     if serving.api_key_file is not None:
-        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in plan.in_effect]
+        unguarded = [f"--{name}" for name in WITHOUT_KEYS if name in settings.in_effect]
         unreadable = list(key_problems(serving.api_key_file, unguarded=unguarded, variables=[RUST_VARIABLE]))
         yield from unreadable
         if not unreadable and any(key.startswith("-") for key in read_keys(serving.api_key_file)):
             what = f"{serving.api_key_file} has a key that begins with -, which vLLM takes for a flag"
             yield Problem(what, "serving.api_key_file", "make another key")
     if RELEASES.installed() is not None:
-        yield from tracing_problems(plan.deployment)
+        yield from tracing_problems(settings.deployment)
 
 
-def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
-    if plan.checkpoint is None:
-        yield from window_problems(plan.deployment)
-        yield from unused_speculation(plan.deployment)
+def _speculation(settings: VLLMSettings) -> Iterator[Problem]:
+    if settings.checkpoint is None:
+        yield from window_problems(settings.deployment)
+        yield from unused_speculation(settings.deployment)
         return
     plug_ins = os.environ.get(PLUG_INS_VARIABLE)
     if plug_ins is not None and PLUG_IN not in plug_ins.split(","):  # vLLM only logs that
@@ -106,31 +112,28 @@ def _speculation(plan: VLLMPlan) -> Iterator[Problem]:
     if os.environ.get(RUST_VARIABLE, "0") != "0":
         what = "vLLM's front-end in Rust runs no stat logger: widths and slots would not be counted"
         yield Problem(what, RUST_VARIABLE, "unset it")
-    if captures(plan) is False:
-        what = f"vLLM's {plan.target.architecture} does not hand out hidden states"
+    if captures(settings) is False:
+        what = f"vLLM's {settings.target.architecture} does not hand out hidden states"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
-    width, block = plan.deployment.speculation.width, plan.block_size
-    if plan.verifies_whole_blocks and plan.drafter is not None and width not in ("auto", block):
-        what = f"vLLM verifies whole blocks of {block} slots with a {plan.drafter.family} drafter, not {width}"
+    width, block = settings.deployment.speculation.width, settings.block_size
+    if settings.verifies_whole_blocks and settings.drafter is not None and width not in ("auto", block):
+        what = f"vLLM verifies whole blocks of {block} slots with a {settings.drafter.family} drafter, not {width}"
         yield Problem(what, "speculation.width", f"set it to {block}, auto or off, or use --backend torch")
-    if plan.deployment.speculation.draft_window is not None:
-        what = "vLLM has no window for drafters that were trained without one"
-        yield Problem(what, "speculation.draft_window", "leave it out, or use --backend sglang")
-    asked = plan.deployment.limits.max_num_tokens
-    if asked is not None and plan.block_rows > asked:
-        batch, block = plan.max_batch_size, plan.block_size
-        what = f"{batch} blocks of {block} slots are {plan.block_rows} rows a step, max_num_tokens is {asked}"
-        yield Problem(what, "limits.max_num_tokens", f"set it to {plan.block_rows}, or limits.max_batch_size lower")
+    asked = settings.deployment.limits.max_num_tokens
+    if asked is not None and settings.block_rows > asked:
+        batch, block = settings.max_batch_size, settings.block_size
+        what = f"{batch} blocks of {block} slots are {settings.block_rows} rows a step, max_num_tokens is {asked}"
+        yield Problem(what, "limits.max_num_tokens", f"set it to {settings.block_rows}, or limits.max_batch_size lower")
 
 
-def captures(plan: VLLMPlan) -> bool | None:
+def captures(settings: VLLMSettings) -> bool | None:
     """vLLM's model of the target hands out hidden states; None = unknown, as vLLM or the model cannot be imported."""
-    if plan.target.architecture in CAPTURING:
+    if settings.target.architecture in CAPTURING:
         return True
     if not RELEASES.supports(RELEASES.installed()) or RELEASES.import_problem():
         return None
     with redirect_stdout(sys.stderr):  # where vLLM's log goes as soon as it is imported
-        known = import_module("vllm").ModelRegistry.models.get(plan.target.architecture)
+        known = import_module("vllm").ModelRegistry.models.get(settings.target.architecture)
         asks = import_module("vllm.model_executor.models.interfaces").supports_eagle3
         try:
             return known is not None and bool(asks(known.load_model_cls()))
@@ -138,40 +141,15 @@ def captures(plan: VLLMPlan) -> bool | None:
             return None
 
 
-def _devices(plan: VLLMPlan) -> Iterator[Problem]:
-    parallel = plan.deployment.parallel
-    if parallel.data > 1:
-        what = f"one vLLM server has one copy of the model, not {parallel.data}: its copies cannot agree on a width"
-        do = f"`dflash-serve deploy` makes {parallel.data} replicas of it; to start one yourself, set it to 1"
-        yield Problem(what, "parallel.data", do)
-    else:
-        devices, size = parallel.tensor * parallel.pipeline, plan.target.weight_bytes
-        yield from device_problems(plan.deployment, devices, size, several_nodes=False)
-    if parallel.nodes > 1:
-        yield Problem("several nodes are not covered by this backend", "parallel.nodes", "use --backend sglang")
-    if parallel.context > 1:
-        what = "context parallelism is not covered by this backend"
-        yield Problem(what, "parallel.context", "set it to 1, or use the tensorrt-llm backend")
-    if parallel.pipeline > 1 and plan.checkpoint is not None:
-        what = "pipeline parallelism with a drafter is not covered by this backend"
-        yield Problem(what, "parallel.pipeline", "set it to 1 and raise parallel.tensor")
-    if parallel.attention_data:
-        what = "data-parallel ranks of vLLM cannot agree on a width, and it drops the schedule with a warning"
-        yield Problem(what, "parallel.attention_data", "set it to false, and run several servers behind a router")
-    if plan.deployment.role != "whole":
-        what = f"role {plan.deployment.role} is not covered by this backend"
-        yield Problem(what, "role", "serve whole, or use --backend sglang")
+def _devices(settings: VLLMSettings) -> Iterator[Problem]:
+    parallel, size = settings.deployment.parallel, settings.target.weight_bytes
+    if parallel.data == 1:
+        devices = parallel.tensor * parallel.pipeline
+        yield from device_problems(settings.deployment, devices, size, several_nodes=False)
 
 
-def _precision(plan: VLLMPlan) -> Iterator[Problem]:
-    drafter = plan.deployment.drafter
-    yield from quantization_problems(plan.deployment, plan.target)
-    if drafter is not None and plan.checkpoint is not None and drafter.quantization != "none":
-        what = "quantised drafters are not covered by this backend"
-        yield Problem(what, "drafter.quantization", "set it to none; the drafter is small beside its target")
-    if plan.deployment.kv_cache.dtype == "nvfp4":
-        what = "NVFP4 keys and values are not covered by this backend"
-        yield Problem(what, "kv_cache.dtype", "use fp8 or bfloat16")
-    yield from fraction_problems(plan.deployment, "vLLM")
-    if plan.dtype == "float32" and not plan.on_cpu:
+def _precision(settings: VLLMSettings) -> Iterator[Problem]:
+    yield from quantization_problems(settings.deployment, settings.target)
+    yield from fraction_problems(settings.deployment, "vLLM")
+    if settings.dtype == "float32" and not settings.on_cpu:
         yield Problem("vLLM's attention on GPUs has no float32", "hardware.dtype", "use auto or bfloat16")

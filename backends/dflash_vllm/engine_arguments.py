@@ -19,7 +19,7 @@ from dflash_serve.adapter.arguments import (
 )
 
 from .facts import RELEASES
-from .launch_plan import VLLMPlan
+from .settings import VLLMSettings
 
 PINNED = Path(__file__).with_name("flags.json")
 """The flags of vLLM 0.32.0 as its own parser describes them, and the parsers of answers that it registers."""
@@ -101,12 +101,12 @@ def own_arguments(*, drafter: bool) -> dict[str, str]:
     return by_spelling(pinned_parser(PINNED), OF_OUR_DRAFTER if drafter else KEYS)
 
 
-def argument_table(plan: VLLMPlan) -> ArgumentTable:
+def argument_table(settings: VLLMSettings) -> ArgumentTable:
     """The table for a deployment: what is not set by a key may be given as an argument."""
-    keys = dict(KEYS) if plan.deployment.drafter is None else KEYS | OF_OUR_DRAFTER
-    if plan.deployment.kv_cache.memory_fraction is not None:
+    keys = dict(KEYS) if settings.deployment.drafter is None else KEYS | OF_OUR_DRAFTER
+    if settings.deployment.kv_cache.memory_fraction is not None:
         keys["gpu_memory_utilization"] = "kv_cache.memory_fraction"
-    if plan.has_our_scheduler:
+    if settings.has_our_scheduler:
         keys |= OUR_SCHEDULER
     version = RELEASES.installed()
     known = version if RELEASES.supports(version) else PINNED_RELEASE

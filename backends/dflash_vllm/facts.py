@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_serve.adapter.counters import LINES, read_slot_counters, renamed, where_absent
-from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Releases
+from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -18,6 +18,50 @@ DRAFTS, DRAFTED, ACCEPTED = (
 )
 EARLIER = "dflash_vllm:"  # Prefix of our plug-in's counters in release 0.2; both are written until 0.4
 ACCEPTED_BY_SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+REFUSALS = (
+    Refusal(
+        "speculation.draft_window",
+        "vLLM has no window for drafters that were trained without one",
+        "leave it out, or use --backend sglang",
+        drafting=True,
+    ),
+    Refusal(
+        "parallel.data",
+        "one vLLM server has one copy of the model, not {value}: its copies cannot agree on a width",
+        "`dflash-serve deploy` makes {value} replicas of it; to start one yourself, set it to 1",
+    ),
+    Refusal("parallel.nodes", "several nodes are not covered by this backend", "use --backend sglang"),
+    Refusal(
+        "parallel.context",
+        "context parallelism is not covered by this backend",
+        "set it to 1, or use the tensorrt-llm backend",
+    ),
+    Refusal(
+        "parallel.pipeline",
+        "pipeline parallelism with a drafter is not covered by this backend",
+        "set it to 1 and raise parallel.tensor",
+        drafting=True,
+    ),
+    Refusal(
+        "parallel.attention_data",
+        "data-parallel ranks of vLLM cannot agree on a width, and it drops the schedule with a warning",
+        "set it to false, and run several servers behind a router",
+    ),
+    Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
+    Refusal(
+        "drafter.quantization",
+        "quantised drafters are not covered by this backend",
+        "set it to none; the drafter is small beside its target",
+        drafting=True,
+    ),
+    Refusal(
+        "kv_cache.dtype",
+        "NVFP4 keys and values are not covered by this backend",
+        "use fp8 or bfloat16",
+        ("nvfp4",),
+    ),
+)
 
 
 def read_acceptance(scrape: Scrape) -> AcceptanceStatistics | None:
@@ -61,6 +105,8 @@ FACTS = EngineFacts(
     earlier=where_absent(renamed(EARLIER)),
     # By hundreds (`4xx`), so those that were refused are not apart.
     errors=("{{status}}", rate("http_requests_total", by="status", extra=', status=~"[45].."')),
+    refusals=REFUSALS,
+    drafting_arguments=("speculative_config", "spec_method"),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     # Otherwise vLLM tells its authors what it serves, and on what.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
@@ -51,6 +51,18 @@ class SpeculationLines:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Values of a key of a Deployment that an engine does not honour; `{value}` in its texts is the one given."""
+
+    key: str  # `parallel.context`
+    what: str
+    do: str
+    values: Collection[object] = ()  # () = all but the default
+    drafting: bool = False  # Only where a drafter is loaded
+    given: bool = False  # The default is refused, too, where it is given
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """Paths, metric names and metric readers of an engine."""
 
@@ -73,6 +85,10 @@ class EngineFacts:
     server_flags: Sequence[str] = ()
     """Options of `serve` that this engine's own server honours, not every one: `api-key-file`, `drain-seconds` (then it
     ends its answers itself after SIGTERM)."""
+    refusals: Sequence[Refusal] = ()
+    """Keys of a Deployment that it does not honour; all others it does (docs/deployment.md prints the table)."""
+    drafting_arguments: Collection[str] = ()
+    """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     data_parallel: bool = False
     """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
 

@@ -1,29 +1,29 @@
-"""A deployment, read once, and all that `serve` does with it: problems, files, command, choices and notes.
+"""`EngineLaunch`: the launch of a deployment on SGLang, vLLM or TensorRT-LLM, as far as the three share it.
 
-`resolve` gives a `Launch`. For SGLang, vLLM and TensorRT-LLM that is a `LaunchPlan` of their `ServerAdapter`, the home
-of everything that the three share; an engine's package has its arguments, its refusals, its facts and its plug-in.
+An engine's package adds its arguments, its refusals, its facts and its plug-in: `settings` computes what follows from
+the deployment, the target and the drafter, `checks` finds problems of these settings, and `launch` has the class that
+`serve` uses.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import ClassVar, Self
 
 import yaml
 from pydantic import JsonValue
 
 from dflash_serve.adapter.arguments import EngineArgs
 from dflash_serve.adapter.checks import changed_files, layer_problems, target_file_problems, uses_drafter
-from dflash_serve.adapter.facts import EngineFacts
-from dflash_serve.adapter.protocol import Backend, Choice, Command, PreparedFile, Preview, ServerBackend
-from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes, in_layer_order, weight_bytes
+from dflash_serve.adapter.protocol import Backend, Choice, Command, Launch, PreparedFile, ServerBackend
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, in_layer_order, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
@@ -44,52 +44,6 @@ SAFETENSORS = ("auto", "safetensors")  # engines' values of `load-format` for th
 OTHER_TOKENIZER = ("tokenizer", "tokenizer-path", "custom-tokenizer", "skip-tokenizer-init")
 """Arguments of engines with which they do not read the tokenizer in a target's folder."""
 HINT = "`dflash-serve serve --dry-run` shows all"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A deployment on its way to a server. This one lets the backend read the models anew at every step."""
-
-    adapter: ServerBackend = field(repr=False, compare=False)
-    deployment: Deployment
-
-    @cached_property
-    def problems(self) -> list[Problem]:
-        """All problems that are found without starting anything."""
-        return self.adapter.check(self.deployment)
-
-    @property
-    def follows_cost(self) -> bool:
-        """`width: auto` follows the load; False = it is the same width in every step."""
-        return True
-
-    def prepare(self, folder: Path) -> None:
-        """Writes into `folder` the files that the engine reads.
-
-        Raises:
-            UserError: the deployment has problems, or a checkpoint cannot be read.
-        """
-        self.adapter.prepare(self.deployment, folder)
-
-    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line, for a folder that `prepare` has written."""
-        return self.adapter.command(self.deployment, folder, host=host, port=port)
-
-    def preview(self, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written."""
-        return self.adapter.preview(self.deployment, folder)
-
-
-def resolve(backend: ServerBackend, deployment: Deployment) -> Launch:
-    """The launch of a deployment; a `ServerAdapter` reads target and drafter here, and not again.
-
-    Raises:
-        UserError: target or drafter cannot be found or read at all.
-    """
-    if isinstance(backend, ServerAdapter):
-        plan: Launch = backend.resolve(deployment)
-        return plan
-    return Launch(adapter=backend, deployment=deployment)
 
 
 def kv_bytes_each(deployment: Deployment, target: TargetLayout) -> float:
@@ -124,21 +78,70 @@ class MemoryEstimate:
         return round((weights + share * (self.total - weights)) / self.total, 3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchPlan(Launch):
-    """The launch of a `ServerAdapter`: a deployment with its target and its drafter, as their files describe them."""
+@dataclass(frozen=True)
+class DraftForm:
+    """The form in which an engine reads a drafter."""
 
-    adapter: ServerAdapter[Any] = field(repr=False, compare=False)
+    dialect: str
+    words: str  # `z-lab's dialect`, as it is called in a dry run
+    target: str | None = None  # Name of the target, where the engine reads it in the drafter's config.json
+    dtype: str | None = None  # Number format of the weights; None = as the checkpoint has them
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLaunch(Launch):
+    """A deployment with its target and its drafter, as their files describe them."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]  # Of the engine in messages: `SGLang`
+    one_key: ClassVar[bool] = False  # The server takes one API key
+    loggers: ClassVar[Sequence[str]] = ()  # Loggers of the engine that have handlers of their own
+    logging_variable: ClassVar[str] = ""  # Environment variable that names the log configuration
+
     target: TargetLayout
     drafter: DrafterConfig | None
-    """With ascending `target_layer_ids`, as `write_draft` writes it. None = no speculation, or a drafter that cannot be
-    understood (its checkpoint's problems say why)."""
+    """With ascending `target_layer_ids`, as `_write_draft` writes it. None = no speculation, or a drafter that cannot
+    be understood (its checkpoint's problems say why)."""
     checkpoint: Checkpoint | None = None
     """The drafter's folder and tensor headers; None = no speculation, or read by `prepare`."""
 
+    @classmethod
+    def of(cls, deployment: Deployment) -> Self:
+        """The launch of a deployment; reads config.json files and safetensors headers, once.
+
+        Raises:
+            UserError: the target or drafter cannot be found or read at all.
+        """
+        checkpoint = None
+        if uses_drafter(deployment) and deployment.drafter is not None:
+            checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+        target = read_target_layout(target_configuration(deployment.target), deployment.target)
+        drafter = None if checkpoint is None or checkpoint.config is None else in_layer_order(checkpoint.config)
+        return cls(deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
+
+    @abstractmethod
+    def _problems(self) -> Iterable[Problem]:
+        """Problems of this engine, in the order in which a user would fix them."""
+
+    @abstractmethod
+    def _choices(self) -> Iterator[Choice]:
+        """Settings that the deployment leaves open."""
+
+    @abstractmethod
+    def _notes(self) -> Iterator[str]:
+        """Limits of the engine that no key of the deployment mentions."""
+
+    @abstractmethod
+    def _command(self, folder: Path, host: str, port: int) -> Command:
+        """The command line for a prepared folder (absolute)."""
+
+    @abstractmethod
+    def _draft_form(self, drafter: DrafterConfig) -> DraftForm:
+        """The form in which the engine reads this drafter."""
+
     @property
     def engine_args(self) -> EngineArgs:
-        return self.deployment.engine_args.get(self.adapter.name, {})
+        return self.deployment.engine_args.get(self.name, {})
 
     @property
     def given(self) -> set[str]:
@@ -181,7 +184,7 @@ class LaunchPlan(Launch):
         """Memory of a device beside weights and K/V."""
         return 0
 
-    @property
+    @cached_property
     def memory(self) -> MemoryEstimate | None:
         """The estimate for one device; None where the deployment does not name its GPU."""
         if self.gpu is None:
@@ -205,27 +208,21 @@ class LaunchPlan(Launch):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        found, given = self.adapter.problems(self), self.in_effect
+        found, given = list(self._problems()), self.in_effect
         if self.drafter is not None:
-            found += layer_problems(self.drafter, self.adapter.facts.title)
+            found += layer_problems(self.drafter, self.title)
         weights = given.get("load-format", "auto") in SAFETENSORS
         return found + target_file_problems(
             self.deployment.target.model, weights=weights, tokenizer=given.keys().isdisjoint(OTHER_TOKENIZER)
         )
 
-    def prepare(self, folder: Path) -> None:
-        """Writes the files that the engine reads. Built models are compared with their manifests first."""
-        raise_problems(self.problems, hint=HINT)
-        raise_problems(changed_files(self.deployment))
-        self.adapter.write(self, folder.resolve())
+    @cached_property
+    def choices(self) -> list[Choice]:
+        return list(self._choices())
 
-    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        return self.adapter.launch(self, folder.resolve(), host, port)
-
-    def preview(self, folder: Path) -> Preview:
-        adapter, folder = self.adapter, folder.resolve()
-        files = [*adapter.own_files(self, folder), *adapter.draft_files(self), *adapter.shared_files(self)]
-        return Preview(files, list(adapter.choices(self)), [*adapter.notes(self), *self._unpacked()])
+    @cached_property
+    def notes(self) -> list[str]:
+        return [*self._notes(), *self._unpacked()]
 
     def _unpacked(self) -> Iterator[str]:
         formats = (self.deployment.target.quantization, self.target.native_quantization)
@@ -233,11 +230,81 @@ class LaunchPlan(Launch):
             name = self.gpu.name
             yield f"{name} has no FP4 arithmetic: NVFP4 weights are unpacked at each use, which only saves memory"
 
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        return self._command(folder.resolve(), host, port)
 
-def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:
+    def files(self, folder: Path) -> list[PreparedFile]:
+        return [*self._own_files(folder.resolve()), *self._draft_files(), *self._shared_files()]
+
+    def prepare(self, folder: Path) -> None:
+        """Writes the files that the engine reads. Built models are compared with their manifests first."""
+        raise_problems(self.problems, hint=HINT)
+        raise_problems(changed_files(self.deployment))
+        folder = folder.resolve()
+        files = [*self._own_files(folder), *self._shared_files()]
+        if self.drafter is not None:
+            self._write_draft(folder / DRAFT)
+        for file in files:
+            if file.text is not None:
+                write_whole(folder / file.name, file.text)
+        if self.deployment.serving.api_key_file is not None:
+            keys = read_keys(self.deployment.serving.api_key_file)
+            secret = {"api-key": keys[0] if self.one_key else keys}
+            write_whole(folder / SECRETS, yaml.safe_dump(secret), private=True)
+
+    def _own_files(self, folder: Path) -> Iterator[PreparedFile]:
+        """Files of this engine alone, with their text."""
+        yield from ()
+
+    def _draft_files(self) -> Iterator[PreparedFile]:
+        """Files of the drafter, as a dry run shows them."""
+        if self.drafter is None or self.checkpoint is None:
+            return
+        form = self._draft_form(self.drafter)
+        typed = {} if form.dtype is None else {"dtype": form.dtype, "torch_dtype": form.dtype}
+        fields = {**DIALECTS[form.dialect].write(self.drafter, form.target), **typed}
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
+        told = f"the drafter's {len(self.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
+        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
+        if recorded_survival(self.checkpoint.folder) is not None:
+            told = "how far its blocks are accepted: what `width: auto` begins with"
+            yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
+
+    def _shared_files(self) -> Iterator[PreparedFile]:
+        if self.deployment.serving.api_key_file is not None:
+            told = "the API key, readable by its owner alone"
+            told = told if self.one_key else "the API keys, readable by their owner alone"
+            yield PreparedFile(SECRETS, told)
+        if self.deployment.serving.log_format == "json":
+            yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
+
+    def _write_draft(self, folder: Path) -> None:
+        """Writes the drafter, whole or not at all.
+
+        Raises:
+            UserError: the checkpoint has problems, or something that is no drafter stands there.
+        """
+        assert self.checkpoint is not None
+        assert self.checkpoint.config is not None
+        assert self.drafter is not None
+        form = self._draft_form(self.drafter)
+        tensors = fc_in_layer_order(load_tensors(self.checkpoint), self.checkpoint.config.target_layer_ids)
+        if form.dtype is not None:
+            import torch
+
+            tensors = {name: tensor.to(getattr(torch, form.dtype)) for name, tensor in tensors.items()}
+        write_drafter(folder, self.drafter, tensors, dialect=form.dialect, target=form.target, overwrite=True)
+        record_survival(folder, recorded_survival(self.checkpoint.folder))
+
+    def _shared_environment(self, folder: Path) -> dict[str, str]:
+        return {self.logging_variable: str(folder / LOGGING)} if self.deployment.serving.log_format == "json" else {}
+
+
+def memory_problems(launch: EngineLaunch) -> Iterator[Problem]:
     """Weights or one longest request that do not fit on a device; nothing where no GPU is named."""
-    memory = plan.memory
-    if memory is None or plan.gpu is None:
+    memory = launch.memory
+    if memory is None or launch.gpu is None:
         return
     if memory.pool <= 0:
         target, drafter, running, total = (
@@ -245,155 +312,18 @@ def memory_problems(plan: LaunchPlan) -> Iterator[Problem]:
         )
         what = f"one device needs {target} for the target, {drafter} for the drafter and {running} to run"
         do = "use more devices (parallel.tensor), or a quantised target"
-        yield Problem(f"{what}, but one {plan.gpu.name} has {total}", "hardware", do)
+        yield Problem(f"{what}, but one {launch.gpu.name} has {total}", "hardware", do)
         return
-    longest = plan.deployment.limits.max_model_len or plan.target.shape.max_position_embeddings
+    longest = launch.deployment.limits.max_model_len or launch.target.shape.max_position_embeddings
     if longest is not None and memory.tokens < longest:
         what = f"{longest} tokens, but after the weights there is room for the K/V of about {memory.tokens}"
         yield Problem(what, "limits.max_model_len", "shorten it, use kv_cache.dtype fp8, or more devices")
 
 
-Plan = TypeVar("Plan", bound=LaunchPlan)
-
-
-@dataclass(frozen=True)
-class DraftForm:
-    """The form in which an engine reads a drafter."""
-
-    dialect: str
-    words: str  # `z-lab's dialect`, as it is called in a dry run
-    target: str | None = None  # Name of the target, where the engine reads it in the drafter's config.json
-    dtype: str | None = None  # Number format of the weights; None = as the checkpoint has them
-
-
-class ServerAdapter(ABC, Generic[Plan]):
-    """One engine's adapter: a `ServerBackend` whose every answer follows from a plan."""
-
-    name: str
-    facts: EngineFacts
-    releases: str  # Releases of the engine that were read and run
-    untried: Collection[str] = ()  # Families of drafters that were read and not run: `auto` takes others first
-    drafting_arguments: Collection[str] = ()
-    """Arguments, with underscores, that make the engine draft without a drafter of ours."""
-    plan: type[Plan]
-    one_key: bool = False  # The server takes one API key
-    loggers: Sequence[str] = ()  # Loggers of the engine that have handlers of their own
-    logging_variable: str = ""  # Environment variable that names the log configuration
-
-    def resolve(self, deployment: Deployment) -> Plan:
-        """The plan of a deployment; reads config.json files and safetensors headers, once.
-
-        Raises:
-            UserError: the target or drafter cannot be found or read at all.
-        """
-        checkpoint = None
-        if uses_drafter(deployment) and deployment.drafter is not None:
-            checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
-        target = read_target_layout(target_configuration(deployment.target), deployment.target)
-        drafter = None if checkpoint is None or checkpoint.config is None else in_layer_order(checkpoint.config)
-        return self.plan(adapter=self, deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
-
-    def check(self, deployment: Deployment) -> list[Problem]:
-        return self.resolve(deployment).problems
-
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        self.resolve(deployment).prepare(folder)
-
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        return self.resolve(deployment).command(folder, host=host, port=port)
-
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        return self.resolve(deployment).preview(folder)
-
-    @abstractmethod
-    def problems(self, plan: Plan) -> list[Problem]:
-        """All problems of a plan, in the order in which a user would fix them."""
-
-    @abstractmethod
-    def launch(self, plan: Plan, folder: Path, host: str, port: int) -> Command:
-        """The command line for a prepared folder (absolute)."""
-
-    @abstractmethod
-    def choices(self, plan: Plan) -> Iterator[Choice]:
-        """Settings that the deployment leaves open."""
-
-    @abstractmethod
-    def notes(self, plan: Plan) -> Iterator[str]:
-        """Limits of the engine that no key of the deployment mentions."""
-
-    @abstractmethod
-    def head_problems(self, heads: Heads) -> list[Problem]:
-        """Reasons why the engine does not serve a drafter with such heads."""
-
-    @abstractmethod
-    def draft_form(self, drafter: DrafterConfig, target: str) -> DraftForm:
-        """The form in which the engine reads this drafter."""
-
-    def own_files(self, plan: Plan, folder: Path) -> Iterator[PreparedFile]:
-        """Files of this engine alone, with their text."""
-        yield from ()
-
-    def draft_files(self, plan: Plan) -> Iterator[PreparedFile]:
-        """Files of the drafter, as a dry run shows them."""
-        if plan.drafter is None or plan.checkpoint is None:
-            return
-        form = self.draft_form(plan.drafter, plan.deployment.target.model)
-        typed = {} if form.dtype is None else {"dtype": form.dtype, "torch_dtype": form.dtype}
-        fields = {**DIALECTS[form.dialect].write(plan.drafter, form.target), **typed}
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
-        told = f"the drafter's {len(plan.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
-        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
-        if recorded_survival(plan.checkpoint.folder) is not None:
-            told = "how far its blocks are accepted: what `width: auto` begins with"
-            yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
-
-    def shared_files(self, plan: Plan) -> Iterator[PreparedFile]:
-        if plan.deployment.serving.api_key_file is not None:
-            told = "the API key, readable by its owner alone"
-            told = told if self.one_key else "the API keys, readable by their owner alone"
-            yield PreparedFile(SECRETS, told)
-        if plan.deployment.serving.log_format == "json":
-            yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
-
-    def write_draft(self, plan: Plan, folder: Path) -> None:
-        """Writes the drafter, whole or not at all.
-
-        Raises:
-            UserError: the checkpoint has problems, or something that is no drafter stands there.
-        """
-        assert plan.checkpoint is not None
-        assert plan.checkpoint.config is not None
-        assert plan.drafter is not None
-        form = self.draft_form(plan.drafter, plan.deployment.target.model)
-        tensors = fc_in_layer_order(load_tensors(plan.checkpoint), plan.checkpoint.config.target_layer_ids)
-        if form.dtype is not None:
-            import torch
-
-            tensors = {name: tensor.to(getattr(torch, form.dtype)) for name, tensor in tensors.items()}
-        write_drafter(folder, plan.drafter, tensors, dialect=form.dialect, target=form.target, overwrite=True)
-        record_survival(folder, recorded_survival(plan.checkpoint.folder))
-
-    def write(self, plan: Plan, folder: Path) -> None:
-        files = [*self.own_files(plan, folder), *self.shared_files(plan)]
-        if plan.drafter is not None:
-            self.write_draft(plan, folder / DRAFT)
-        for file in files:
-            if file.text is not None:
-                write_whole(folder / file.name, file.text)
-        if plan.deployment.serving.api_key_file is not None:
-            keys = read_keys(plan.deployment.serving.api_key_file)
-            secret = {"api-key": keys[0] if self.one_key else keys}
-            write_whole(folder / SECRETS, yaml.safe_dump(secret), private=True)
-
-    def shared_environment(self, plan: Plan, folder: Path) -> dict[str, str]:
-        return {self.logging_variable: str(folder / LOGGING)} if plan.deployment.serving.log_format == "json" else {}
-
-
 def drafting_argument(backend: Backend, deployment: Deployment) -> str | None:
     """The argument in `engine_args` that makes the engine draft without a drafter of ours; None = there is none."""
-    own = backend.drafting_arguments if isinstance(backend, ServerAdapter) else ()
-    return next((name for name in deployment.engine_args.get(backend.name, {}) if name.replace("-", "_") in own), None)
+    own, given = backend.facts.drafting_arguments, deployment.engine_args.get(backend.name, {})
+    return next((name for name in given if name.replace("-", "_") in own), None)
 
 
 @contextmanager
@@ -417,7 +347,7 @@ def running_server(
     """
     # Only our own clients use the server, so it needs no key.
     serving = deployment.serving.model_copy(update={"api_key_file": None})
-    launch = resolve(backend, deployment.model_copy(update={"serving": serving}))
+    launch = backend.launch(deployment.model_copy(update={"serving": serving}))
     raise_problems(launch.problems, hint=HINT)
     port = free_port()
     command = launch.command(folder, port=port)

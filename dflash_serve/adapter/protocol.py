@@ -1,11 +1,12 @@
-"""Protocols of backends, and the values that a launch is made of.
+"""Protocols of backends, and the launch of a deployment with the values that it is made of.
 
-Every backend is found by its entry point, and has a name, checks and facts. One whose engine runs as its own server is
-a `ServerBackend`; one whose engine runs in this process is an `InProcessBackend`; the embedded backend is both.
+Every backend is found by its entry point, and has a name and facts. One whose server we start is a `ServerBackend`,
+which makes a `Launch` of a deployment; one whose engine runs in this process, too, is an `InProcessBackend`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +30,6 @@ class Backend(Protocol):
     @property
     def untried(self) -> Collection[str]:
         """Families of drafters that were read in its engine's source and not run: `auto` takes others first."""
-        ...
-
-    def check(self, deployment: Deployment) -> list[Problem]:
-        """Problems that are found before anything is started.
-
-        Raises:
-            UserError: target or drafter cannot be found or read at all.
-        """
         ...
 
     def head_problems(self, heads: Heads) -> list[Problem]:
@@ -70,33 +63,55 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Preview:
-    """A launch, as far as it is known before it."""
+@dataclass(frozen=True, kw_only=True)
+class Launch(ABC):
+    """A deployment on its way to a server: all that `serve` shows, writes and starts, computed once."""
 
-    files: Sequence[PreparedFile] = ()
-    choices: Sequence[Choice] = ()
-    notes: Sequence[str] = ()  # Limits of this backend that no key of the deployment mentions
+    deployment: Deployment
+
+    @property
+    @abstractmethod
+    def problems(self) -> list[Problem]:
+        """All problems that are found without starting anything."""
+
+    @property
+    def follows_cost(self) -> bool:
+        """`width: auto` follows the load; False = it is the same width in every step."""
+        return True
+
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """Settings that the deployment leaves open, and the values that they get."""
+        return ()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Limits of the engine that no key of the deployment mentions."""
+        return ()
+
+    @abstractmethod
+    def files(self, folder: Path) -> Sequence[PreparedFile]:
+        """Files that `prepare` would write into `folder`; nothing is written."""
+
+    @abstractmethod
+    def prepare(self, folder: Path) -> None:
+        """Writes into `folder` the files that the engine reads.
+
+        Raises:
+            UserError: the deployment has problems, or a checkpoint cannot be read.
+        """
+
+    @abstractmethod
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        """The engine's command line, for a folder that `prepare` has written."""
 
 
 @runtime_checkable
 class ServerBackend(Backend, Protocol):
     """An engine that runs as its own server: nothing of ours stands between it and its clients."""
 
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        """Writes what the engine reads into `folder`.
-
-        Raises:
-            UserError: the deployment has problems, or a checkpoint cannot be read.
-        """
-        ...
-
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        """The engine's command line, for a folder that `prepare` has written."""
-        ...
-
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        """Files that `prepare` would write, choices and notes; nothing is written.
+    def launch(self, deployment: Deployment) -> Launch:
+        """The launch of a deployment, whose target and drafter are read once.
 
         Raises:
             UserError: target or drafter cannot be found or read at all.
@@ -114,8 +129,8 @@ class LookingBackend(Protocol):
 
 
 @runtime_checkable
-class InProcessBackend(Backend, Protocol):
-    """An engine that runs in this process."""
+class InProcessBackend(ServerBackend, Protocol):
+    """An engine that runs in this process, too."""
 
     def engine(self, deployment: Deployment) -> Engine:
         """Starts it.

@@ -44,8 +44,8 @@ def server_backend(name: str) -> ServerBackend:
     """
     found = backend(name)
     if not isinstance(found, ServerBackend):
-        if hasattr(found, "command"):
-            missing = [one for one in ("preview", "head_problems", "releases", "untried") if not hasattr(found, one)]
+        if hasattr(found, "launch") or hasattr(found, "command"):  # the second is what older packages have
+            missing = [one for one in ("launch", "head_problems", "releases", "untried") if not hasattr(found, one)]
             what = f"its package was written for another dflash-serve: it lacks {', '.join(missing)}"
             raise UserError(what, where=f"--backend {name}", do="install a newer release of the package")
         what = "dflash-serve does not start it yet: it only reads the metrics of a server that runs"

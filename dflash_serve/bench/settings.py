@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError
 
 from dflash_serve.adapter.checks import block_size_of
-from dflash_serve.adapter.launch import drafting_argument, resolve
+from dflash_serve.adapter.launch import drafting_argument
 from dflash_serve.adapter.protocol import Backend, ServerBackend
 from dflash_serve.adapter.registry import EMBEDDED, choose_drafter, server_backend
 from dflash_serve.answers.prompts import template_kwargs
@@ -137,7 +137,7 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
         _refuse_twice(deployed.keys() & overlaid.keys(), "--variant")
         deployed |= overlaid
         for name, each in deployed.items():
-            launch = resolve(chosen, each)
+            launch = chosen.launch(each)
             raise_problems(launch.problems)
             if name == AUTO and not launch.follows_cost:
                 what = f"without measured costs, {chosen.name} verifies the whole block in every step, as fixed does"
@@ -164,7 +164,7 @@ def require_servers(settings: Settings) -> None:
     variants, backend = find_variants(settings, read_deployment(settings)[0])
     for one in variants.values():
         if isinstance(one, Deployment) and backend is not None:
-            require_program(resolve(backend, one).command(Path()).argv, backend.name)
+            require_program(backend.launch(one).command(Path()).argv, backend.name)
 
 
 def deployed_variants(deployment: Deployment, asked: Sequence[str], backend: Backend) -> dict[str, Deployment]:

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_serve.adapter.launch import resolve, running_server
+from dflash_serve.adapter.launch import running_server
 from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.answers.engine import Prompt
@@ -279,7 +279,7 @@ class Certification:
     def measurements(self) -> Measurements:
         """Everything that is finished."""
         data = {word: bench.report() for word, bench in self.benches.items()}
-        first, launch = data[FIXED], resolve(self.backend, list(self.variants.values())[-1])
+        first, launch = data[FIXED], self.backend.launch(list(self.variants.values())[-1])
         told = [as_json(each) for each in data.values()]
         points = {(p["variant"], p["concurrency"]): p for each in reversed(told) for p in each["points"]}
         loads = {name: each.loads.get(name, []) for each in data.values() for name in each.variants if name != OFF}
@@ -291,7 +291,7 @@ class Certification:
             backend=self.backend.name,
             deployment=launch.deployment.model_dump(mode="json", exclude_defaults=True),  # which refuses secrets
             command=[Path(w).name if w[:1] == "/" else w for w in launch.command(Path("FOLDER")).argv],
-            choices=[f"{one.key} = {one.value}: {one.why}" for one in launch.preview(Path("FOLDER")).choices],
+            choices=[f"{one.key} = {one.value}: {one.why}" for one in launch.choices],
             request=first.request.model_dump(mode="json"),
             settings={"concurrency": self.settings.concurrency, "minutes": self.seconds / 60, "aiperf_seed": 0},
             verifications=verified,

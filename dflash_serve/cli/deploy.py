@@ -12,7 +12,7 @@ from typing import Annotated, cast, get_args
 import typer
 import yaml
 
-from dflash_serve.adapter.launch import HINT, resolve
+from dflash_serve.adapter.launch import HINT
 from dflash_serve.adapter.registry import installed, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
@@ -71,10 +71,10 @@ def deploy(
     described = load_deployment(deployment, options.engine_arguments(context, backend_name))
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
-    launch = resolve(chosen, workload.deployment)
+    launch = chosen.launch(workload.deployment)
     raise_problems(launch.problems, hint=HINT)
     if prepare is not None:
-        prepared(resolve(chosen, described), prepare)
+        prepared(chosen.launch(described), prepare)
         return
     _require_deployable(workload)
     if form == "manifests" and image is None:
@@ -88,7 +88,7 @@ def deploy(
     else:
         write_whole(output, text, do="name another --output")
     if not quiet:
-        tell_choices(launch, Path())
+        tell_choices(launch)
 
 
 def _require_deployable(workload: Workload) -> None:

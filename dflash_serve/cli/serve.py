@@ -8,22 +8,23 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dflash_serve.adapter.launch import HINT, Launch, drafting_argument, resolve
-from dflash_serve.adapter.protocol import Command, Preview
+from dflash_serve.adapter.launch import HINT, drafting_argument
+from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
 from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import missing_program, require_program
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
@@ -93,14 +94,15 @@ def serve(
     plain = chosen.drafter is None and drafting_argument(backend, chosen) is None
     if plain and chosen.speculation.width != "off" and not quiet:
         print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
-    launch = resolve(backend, chosen)
+    launch = backend.launch(chosen)
     if dry_run:
-        return show_launch(launch, folder or _dry_folder(), host, port, as_json=as_json, quiet=quiet, files=show_files)
+        shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
+        return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
     raise_problems(launch.problems, hint=HINT)
     require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
     folder = prepared(launch, folder)
     if not quiet:
-        tell_choices(launch, folder)
+        tell_choices(launch)
     become(launch.command(folder, host=host, port=port), backend.name)
 
 
@@ -144,11 +146,11 @@ def _dry_folder() -> Path:
     return Path(tempfile.gettempdir(), "dflash-serve")
 
 
-def tell_choices(launch: Launch, folder: Path) -> None:
+def tell_choices(launch: Launch) -> None:
     """Prints on stderr the choices and the notes of a launch."""
-    told, form = launch.preview(folder), launch.deployment.serving.log_format
-    said = [f"{choice.key} = {choice.value}: {choice.why}" for choice in told.choices]
-    for text in (*said, *(f"note: {note}" for note in told.notes)):
+    form = launch.deployment.serving.log_format
+    said = [f"{choice.key} = {choice.value}: {choice.why}" for choice in launch.choices]
+    for text in (*said, *(f"note: {note}" for note in launch.notes)):
         print(remark(text, form), file=sys.stderr)
     sys.stderr.flush()
 
@@ -167,76 +169,92 @@ def become(command: Command, backend_name: str) -> None:
         raise UserError(f"cannot be started ({error.strerror})", where=command.argv[0], do=do) from None
 
 
-def show_launch(launch: Launch, folder: Path, host: str, port: int, *, as_json: bool, quiet: bool, files: bool) -> None:
-    """Prints problems, command, files and choices of a launch; nothing is written or started.
+@dataclass(frozen=True)
+class ShownLaunch:
+    """A launch as a dry run shows it; nothing is written or started."""
+
+    backend: str
+    deployment: Deployment
+    folder: Path
+    problems: Sequence[Problem]
+    command: Command | None = None  # None = the problems prevent it, as `files`
+    files: Sequence[PreparedFile] | None = None
+    choices: Sequence[Choice] = ()
+    notes: Sequence[str] = ()
+
+
+def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
+    """The launch as far as it can be shown."""
+    shown = ShownLaunch(backend, launch.deployment, folder, launch.problems)
+    try:
+        command = launch.command(folder, host=host, port=port)
+        shown = replace(shown, command=command)
+        files, choices, notes = launch.files(folder), launch.choices, [*launch.notes]
+        if missing := missing_program(command.argv):
+            notes.append(
+                f"{missing} is not installed here, so its own checks of the model and of arguments were not made"
+            )
+        return replace(shown, files=files, choices=choices, notes=notes)
+    except UserError as error:  # most often a problem has said it already
+        return replace(shown, problems=shown.problems or [error.problem()])
+
+
+def show_launch(shown: ShownLaunch, *, as_json: bool, quiet: bool, files: bool) -> None:
+    """Prints problems, command, files and choices of a launch.
 
     Everything is text or JSON; with `quiet` it is the command alone, and problems go to stderr.
 
     Raises:
         typer.Exit: with code 2, where there are problems.
     """
-    problems = launch.problems
-    command = told = None
-    try:
-        command = launch.command(folder, host=host, port=port)
-        told = launch.preview(folder)
-        if missing := missing_program(command.argv):
-            note = f"{missing} is not installed here, so its own checks of the model and of arguments were not made"
-            told = replace(told, notes=[*told.notes, note])
-    except UserError as error:  # most often a problem has said it already
-        problems = problems or [error.problem()]
     if as_json:
-        typer.echo(json.dumps(_as_json(launch, folder, problems, command, told or Preview()), indent=2))
+        typer.echo(json.dumps(_as_json(shown), indent=2))
     elif quiet:
-        for line in listed(problems):
+        for line in listed(shown.problems):
             typer.echo(f"problem: {line}", err=True)
-        if command is not None and not problems:
-            settings = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
-            typer.echo(" ".join([*settings, shlex.join(command.argv)]))
+        if shown.command is not None and not shown.problems:
+            settings = [f"{name}={shlex.quote(value)}" for name, value in shown.command.env.items()]
+            typer.echo(" ".join([*settings, shlex.join(shown.command.argv)]))
     else:
-        typer.echo("\n".join(_lines(launch.adapter.name, folder, problems, command, told, files=files)))
-    if problems:
+        typer.echo("\n".join(_lines(shown, files=files)))
+    if shown.problems:
         raise typer.Exit(2)
 
 
-def _as_json(
-    launch: Launch, folder: Path, problems: list[Problem], command: Command | None, told: Preview
-) -> dict[str, object]:
+def _as_json(shown: ShownLaunch) -> dict[str, object]:
     return {
-        "backend": launch.adapter.name,
-        "command": list(command.argv) if command else None,
-        "environment": dict(command.env) if command else None,
-        "folder": str(folder),
-        "files": [asdict(file) for file in told.files],  # one without text is weights or a secret
-        "problems": [asdict(problem) for problem in problems],
-        "chosen": [asdict(choice) for choice in told.choices],
-        "notes": list(told.notes),
-        "deployment": launch.deployment.model_dump(mode="json", exclude_defaults=True),
+        "backend": shown.backend,
+        "command": list(shown.command.argv) if shown.command else None,
+        "environment": dict(shown.command.env) if shown.command else None,
+        "folder": str(shown.folder),
+        "files": [asdict(file) for file in shown.files or ()],  # one without text is weights or a secret
+        "problems": [asdict(problem) for problem in shown.problems],
+        "chosen": [asdict(choice) for choice in shown.choices],
+        "notes": list(shown.notes),
+        "deployment": shown.deployment.model_dump(mode="json", exclude_defaults=True),
     }
 
 
-def _lines(
-    backend: str, folder: Path, problems: list[Problem], command: Command | None, told: Preview | None, *, files: bool
-) -> Iterator[str]:
-    if not problems:
-        yield f"{backend}: no problem found"
+def _lines(shown: ShownLaunch, *, files: bool) -> Iterator[str]:
+    if not shown.problems:
+        yield f"{shown.backend}: no problem found"
     else:
         yield "problems"
-        yield from (f"{INDENT}{line}" for line in listed(problems))
-    if command is not None:
-        yield "environment" if command.env else "environment: nothing is added"
-        yield from (f"{INDENT}{name}={value}" for name, value in command.env.items())
+        yield from (f"{INDENT}{line}" for line in listed(shown.problems))
+    if shown.command is not None:
+        yield "environment" if shown.command.env else "environment: nothing is added"
+        yield from (f"{INDENT}{name}={value}" for name, value in shown.command.env.items())
         yield "command"
-        yield f"{INDENT}{shlex.join(command.argv)}"
-    if told is None:
+        yield f"{INDENT}{shlex.join(shown.command.argv)}"
+    if shown.files is None:
         return
-    yield f"files in {folder}" + ("" if files else " (--show-files shows what stands in them)")
-    for file in told.files:
+    yield f"files in {shown.folder}" + ("" if files else " (--show-files shows what stands in them)")
+    for file in shown.files:
         yield f"{INDENT}{file.name}: {file.about}"
         if files and file.text is not None:
             yield from (f"{INDENT}{INDENT}| {line}" for line in file.text.splitlines())
     yield "chosen, where the deployment leaves it open"
-    yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in told.choices)
-    if told.notes:
+    yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in shown.choices)
+    if shown.notes:
         yield "notes"
-        yield from (f"{INDENT}{note}" for note in told.notes)
+        yield from (f"{INDENT}{note}" for note in shown.notes)

@@ -119,8 +119,7 @@ class Speculation(Frozen):
     width: Width = "auto"
     """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
     draft_window: Count | None = None
-    """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with.
-    SGLang only."""
+    """Number of last context tokens that the drafter sees; None = all, or the window that it was trained with."""
 
 
 class Parallel(Frozen):
@@ -178,7 +177,7 @@ class Serving(Frozen):
     """Name of the model for clients; None = the target's name in this deployment."""
     api_key_file: str | None = None
     """File of API keys, one per line (SGLang takes one): every route but probes and metrics then wants a key. None = no
-    key is needed. Not for TensorRT-LLM."""
+    key is needed."""
     reasoning_parser: str | None = None
     """Parser that separates reasoning from answers: the model's family (`qwen3`, `deepseek-r1`, `gpt-oss`) or the
     engine's own name; None = not separated."""
@@ -186,11 +185,9 @@ class Serving(Frozen):
     """Parser of tool calls in answers: the model's family (`qwen3`, `qwen3_coder`, `gpt-oss`) or the engine's own name;
     None = not parsed."""
     log_format: Literal["text", "json"] = "text"
-    """json = one object per line, with time, level, logger and message; SGLang then omits its line for each request.
-    Not for TensorRT-LLM."""
+    """json = one object per line, with time, level, logger and message; SGLang then omits its line for each request."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+:\d+(/\S*)?$")] | None = None
-    """Collector that receives a trace of every request by OTLP (`http://collector:4317`); None = no traces. Not for the
-    embedded engine."""
+    """Collector that receives a trace of every request by OTLP (`http://collector:4317`); None = no traces."""
 
 
 class Hardware(Frozen):
@@ -234,7 +231,7 @@ class Deployment(Frozen):
     """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
     the engine's own parser and passed on unchanged; secrets are refused, and arguments that another key sets."""
     role: Literal["whole", "prefill", "decode"] = "whole"
-    """Prefill and decode are the halves of a disaggregated pair of servers. SGLang only."""
+    """Prefill and decode are the halves of a disaggregated pair of servers."""
 
     @model_validator(mode="before")
     @classmethod

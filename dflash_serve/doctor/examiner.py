@@ -71,7 +71,7 @@ def examine(
     """
     reference, left_out = reference_deployment(deployment, prompts, max_tokens)
     backend = _diagnosable()
-    raise_problems(backend.check(reference))  # before a server is asked for minutes
+    raise_problems(backend.launch(reference).problems)  # before a server is asked for minutes
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
     told: Interview | None = None
     if endpoint is not None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.provenance import commit, now, versions
 from dflash_serve.common.reports import json_text, write_files
@@ -171,7 +170,7 @@ class Plan:
 
     def _refusals(self, deployment: Deployment) -> list[Problem]:
         try:
-            return server_backend(self.question.backend).check(deployment)
+            return server_backend(self.question.backend).launch(deployment).problems
         except UserError as error:
             return [error.problem()]
 
@@ -358,7 +357,7 @@ def _can_follow(question: PlanQuestion) -> bool:
     given = question.deployment.model_dump(exclude_unset=True)
     automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
     try:
-        return resolve(server_backend(question.backend), automatic).follows_cost
+        return server_backend(question.backend).launch(automatic).follows_cost
     except UserError:
         return True
 

@@ -231,7 +231,7 @@ def server_started_twice(
     """
     plain = _without_drafter(deployment)
     for one in (deployment, plain):
-        raise_problems(backend.check(one))
+        raise_problems(backend.launch(one).problems)
     logs = folder or Path(tempfile.mkdtemp(prefix="dflash-serve-verify-"))
 
     @contextmanager

@@ -17,8 +17,8 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GPUS
 from dflash_sglang import SGLangBackend
-from dflash_sglang.backend import draft_kernels
 from dflash_sglang.engine_arguments import PINNED, _parser
+from dflash_sglang.launch import draft_kernels
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.heads import HEADS
@@ -117,9 +117,9 @@ def test_sglang_understands_what_we_write(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path, gpu: str, precision: str, layout: str
 ) -> None:
     wanted, parallel = deployment(models, gpu, precision, layout), LAYOUTS[layout]
-    assert BACKEND.check(wanted) == []
-    BACKEND.prepare(wanted, tmp_path)
-    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu)
+    assert BACKEND.launch(wanted).problems == []
+    BACKEND.launch(wanted).prepare(tmp_path)
+    resolved = on_gpu(BACKEND.launch(wanted).command(tmp_path).argv, gpu)
     assert resolved.speculative_algorithm == "DFLASH"
     assert resolved.speculative_num_draft_tokens == 8
     assert resolved.speculative_draft_model_quantization is None
@@ -141,8 +141,8 @@ def test_a_target_runs_on_the_same_kernels_with_dspark(
     config = tiny_drafter_config(**{**PAPER_DRAFTER, **HEADS["vanilla Markov"]})
     drafter = write_tiny_drafter(tmp_path / "drafter", config, dialect="modelopt")
     wanted = deployment(models, gpu, drafter={"model": str(drafter)}, speculation={"width": "auto"})
-    BACKEND.prepare(wanted, tmp_path)
-    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu)
+    BACKEND.launch(wanted).prepare(tmp_path)
+    resolved = on_gpu(BACKEND.launch(wanted).command(tmp_path).argv, gpu)
     assert (resolved.speculative_algorithm, resolved.attention_backend) == ("DSPARK", kernels)
 
 
@@ -153,8 +153,8 @@ def test_a_target_runs_on_the_kernels_that_it_needs(
     gemma: dict[str, Any] = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 16}
     target = write_paper_target(tmp_path / "target", **gemma)
     wanted = deployment(models, gpu, target={"model": str(target)})
-    BACKEND.prepare(wanted, tmp_path)
-    assert on_gpu(BACKEND.command(wanted, tmp_path).argv, gpu).attention_backend == kernels
+    BACKEND.launch(wanted).prepare(tmp_path)
+    assert on_gpu(BACKEND.launch(wanted).command(tmp_path).argv, gpu).attention_backend == kernels
 
 
 @pytest.mark.usefixtures("leader")
@@ -173,11 +173,11 @@ def test_what_sglang_refuses_we_refuse_first(
     models: dict[str, Path], on_gpu: Any, tmp_path: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LWS_GROUP_SIZE", "3")
-    BACKEND.prepare(deployment(models, "b200", layout="tp8"), tmp_path)
+    BACKEND.launch(deployment(models, "b200", layout="tp8")).prepare(tmp_path)
     bad = deployment(models, "b200", layout="tp8", **change)
-    assert BACKEND.check(bad)
+    assert BACKEND.launch(bad).problems
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
-        on_gpu(BACKEND.command(bad, tmp_path).argv, "b200")
+        on_gpu(BACKEND.launch(bad).command(tmp_path).argv, "b200")
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_cache_window_and_role_arrive(
         limits={"max_num_tokens": 64},
         role=role,
     )
-    assert BACKEND.check(wanted) == []
-    BACKEND.prepare(wanted, tmp_path)
-    resolved = on_gpu(BACKEND.command(wanted, tmp_path).argv, "h200")
+    assert BACKEND.launch(wanted).problems == []
+    BACKEND.launch(wanted).prepare(tmp_path)
+    resolved = on_gpu(BACKEND.launch(wanted).command(tmp_path).argv, "h200")
     assert resolved.kv_cache_dtype == told
     assert resolved.speculative_draft_window_size == window
     assert resolved.disable_radix_cache is (role != "prefill")
@@ -214,7 +214,7 @@ def test_the_draft_folder_is_what_sglangs_own_parser_expects(models: dict[str, P
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    BACKEND.prepare(deployment(models), tmp_path)
+    BACKEND.launch(deployment(models)).prepare(tmp_path)
     parsed = parse_dflash_draft_config(draft_hf_config=get_config(str(tmp_path / "draft"), trust_remote_code=False))
     assert parsed.block_size == 8
     assert parsed.mask_token_id == 7
@@ -272,12 +272,12 @@ def test_the_pinned_list_is_that_of_the_installed_sglang() -> None:
 def test_arguments_are_held_against_the_installed_parser(
     models: dict[str, Path], name: str, value: object, said: str
 ) -> None:
-    (problem,) = BACKEND.check(deployment(models, "b200", engine_args={"sglang": {name: value}}))
+    (problem,) = BACKEND.launch(deployment(models, "b200", engine_args={"sglang": {name: value}})).problems
     assert said in str(problem)
 
 
 def test_the_key_is_read_from_its_file(models: dict[str, Path], on_gpu: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\nsecret-one\n")
     keyed = deployment(models, "b200", serving={"api_key_file": str(tmp_path / "keys")})
-    BACKEND.prepare(keyed, tmp_path / "prepared")
-    assert on_gpu(BACKEND.command(keyed, tmp_path / "prepared").argv, "b200").api_key == "secret-one"
+    BACKEND.launch(keyed).prepare(tmp_path / "prepared")
+    assert on_gpu(BACKEND.launch(keyed).command(tmp_path / "prepared").argv, "b200").api_key == "secret-one"

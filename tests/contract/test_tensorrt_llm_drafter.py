@@ -86,7 +86,7 @@ def test_it_drafts_as_the_core_does(shape: str, dtype: torch.dtype, batch: int, 
 def test_features_out_of_order_are_put_in_order_by_the_draft_folder(scale: float, tmp_path: Path) -> None:
     """Upstream's drafter runs the first, ours the second, whose embeddings are scaled."""
     config = tiny_drafter_config(target_layer_ids=(5, 1, 3), embedding_scale=scale)
-    TensorRTLLMBackend().prepare(tiny_deployment(tmp_path, config), tmp_path / "out")
+    TensorRTLLMBackend().launch(tiny_deployment(tmp_path, config)).prepare(tmp_path / "out")
     found, _ = read_draft_folder(tmp_path / "out" / "draft")
     written = widened(load_file(tmp_path / "out" / "draft" / "model.safetensors"))
     target, weights = FakeTarget(config, torch.float32), widened(random_tensors(config, dtype=torch.bfloat16))

@@ -74,7 +74,7 @@ def prepare(folder: Path, config: DrafterConfig, format: Format | None = None) -
     if format:
         shutil.rmtree(folder / "drafter")
         write_quantized_drafter(folder / "drafter", format, config)
-    TensorRTLLMBackend(Release.parse("1.4")).prepare(deployment, folder / "out")
+    TensorRTLLMBackend(Release.parse("1.4")).launch(deployment).prepare(folder / "out")
     return folder / "out"
 
 

@@ -21,10 +21,10 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GPUS
 from dflash_vllm import VLLMBackend
-from dflash_vllm.backend import KEYS_MIDDLEWARE, LAUNCHER
 from dflash_vllm.engine_arguments import COMMAND_LINE, KEYS, OUR_SCHEDULER, PARSERS, PINNED, PINNED_RELEASE, _parser
 from dflash_vllm.facts import RELEASES
-from dflash_vllm.launch_plan import UNIFORM_ATTENTION
+from dflash_vllm.launch import KEYS_MIDDLEWARE, LAUNCHER
+from dflash_vllm.settings import UNIFORM_ATTENTION
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.paper_models import FP8, NVFP4, write_paper_drafter, write_paper_target
@@ -95,9 +95,9 @@ def test_vllm_understands_what_we_write(
         kv_cache={"dtype": "fp8"},
     )
     backend = VLLMBackend()
-    assert backend.check(wanted) == []
-    backend.prepare(wanted, tmp_path)
-    found = engine_args(backend.command(wanted, tmp_path).argv)
+    assert backend.launch(wanted).problems == []
+    backend.launch(wanted).prepare(tmp_path)
+    found = engine_args(backend.launch(wanted).command(tmp_path).argv)
     assert found.model == wanted.target.model
     assert (found.dtype, found.kv_cache_dtype, found.generation_config) == ("bfloat16", "fp8", "vllm")
     assert (found.tensor_parallel_size, found.enable_expert_parallel) == (tensor, expert > 1)
@@ -112,8 +112,8 @@ def test_vllms_own_configuration_takes_it(models: dict[str, Path], tmp_path: Pat
     """As far as a CPU can resolve it."""
     wanted = deployment(models, hardware={"gpu": "none"}, limits={"max_batch_size": 16})
     backend = VLLMBackend()
-    backend.prepare(wanted, tmp_path)
-    config = engine_args(backend.command(wanted, tmp_path).argv).create_engine_config()
+    backend.launch(wanted).prepare(tmp_path)
+    config = engine_args(backend.launch(wanted).command(tmp_path).argv).create_engine_config()
     spec = config.speculative_config
     assert (spec.method, spec.num_speculative_tokens, spec.uses_dynamic_speculative_decoding()) == ("dflash", 7, True)
     assert spec.num_speculative_tokens_per_batch_size == [(1, 1, 7), (2, 2, 3), (3, 3, 1), (4, 16, 0)]
@@ -162,7 +162,7 @@ def test_graphs_are_captured_for_every_width_and_few_others(
 ) -> None:  # fmt: skip
     drafter = write_paper_drafter(tmp_path / "drafter", block_size=block)
     wanted = deployment(models, drafter={"model": str(drafter)}, hardware={"gpu": gpu})
-    plan = VLLMBackend().resolve(wanted)
+    plan = VLLMBackend().launch(wanted)
     target, drafting = graphs(plan.command(tmp_path).argv, gpu is not None, monkeypatch)
     full = [one._capture_descs[type(one.cudagraph_mode).FULL] for one in (target, drafting)]
     assert tuple(map(len, full)) == captured
@@ -250,7 +250,7 @@ def test_every_name_that_we_know_is_one_of_vllms() -> None:
 def test_arguments_are_held_against_the_installed_parser(
     models: dict[str, Path], name: str, value: object, said: str
 ) -> None:
-    (problem,) = VLLMBackend().check(deployment(models, engine_args={"vllm": {name: value}}))
+    (problem,) = VLLMBackend().launch(deployment(models, engine_args={"vllm": {name: value}})).problems
     assert said in str(problem)
 
 
@@ -283,7 +283,7 @@ def test_vllm_is_asked_whether_a_family_that_we_do_not_know_hands_out_hidden_sta
     family: str, architecture: str, captured: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
     other = write_paper_target(tmp_path / family, model_type=family, architectures=[architecture])
-    found = VLLMBackend().check(deployment(models, target={"model": str(other)}))
+    found = VLLMBackend().launch(deployment(models, target={"model": str(other)})).problems
     assert [problem.where for problem in found] == ([] if captured else ["target.model"])
 
 
@@ -293,8 +293,8 @@ def test_keys_are_read_from_their_file_and_are_in_no_log(models: dict[str, Path]
     (tmp_path / "keys").write_text("# ours\nsecret-one\nsecret-two\n")
     keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})
     backend = VLLMBackend()
-    backend.prepare(keyed, tmp_path / "prepared")
-    command = backend.command(keyed, tmp_path / "prepared")
+    backend.launch(keyed).prepare(tmp_path / "prepared")
+    command = backend.launch(keyed).command(tmp_path / "prepared")
     assert "secret-" not in " ".join([*command.argv, *command.env.values()])
     parsed = parsed_words(command.argv)
     assert parsed.api_key == ["secret-one", "secret-two"]
@@ -308,15 +308,17 @@ def test_a_key_closes_every_route_of_vllms_own_server_but_health_and_metrics(
     pytest.importorskip("orjson", reason="0.33's Python alone has not all that its server imports")
     (tmp_path / "keys").write_text("secret-one\nsecret-two\n")
     keyed = deployment(models, serving={"api_key_file": str(tmp_path / "keys")})
-    VLLMBackend().prepare(keyed, tmp_path / "prepared")
-    parsed = parsed_words(VLLMBackend().command(keyed, tmp_path / "prepared").argv)
+    VLLMBackend().launch(keyed).prepare(tmp_path / "prepared")
+    parsed = parsed_words(VLLMBackend().launch(keyed).command(tmp_path / "prepared").argv)
     app = import_module("vllm.entrypoints.launchers.app").build_app(parsed, ("generate", "realtime"), None)
     every = set(routes_of(app.routes))
     assert {("POST", "/invocations"), ("POST", "/tokenize"), ("WEBSOCKET", "/v1/realtime")} <= every
     assert {path for _, path in open_to(app, None)} == {"/health", "/metrics"}
     assert {path for _, path in open_to(app, "wrong")} == {"/health", "/metrics"}
     assert open_to(app, "secret-two") == every
-    by_hand = parsed_words((*VLLMBackend().command(deployment(models), tmp_path).argv, "--middleware", KEYS_MIDDLEWARE))
+    by_hand = parsed_words(
+        (*VLLMBackend().launch(deployment(models)).command(tmp_path).argv, "--middleware", KEYS_MIDDLEWARE)
+    )
     monkeypatch.setenv("VLLM_API_KEY", "secret-three")
     app = import_module("vllm.entrypoints.launchers.app").build_app(by_hand, ("generate",), None)
     assert {path for _, path in open_to(app, "secret-two")} == {"/health", "/metrics"}
@@ -334,7 +336,7 @@ def test_a_step_has_as_many_rows_as_vllm_would_choose(
     monkeypatch.setattr(arguments, "current_platform", platform)
     server = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
     rows = arguments.AsyncEngineArgs.get_batch_defaults(1)[0][server]
-    assert VLLMBackend().resolve(deployment(models, hardware={"gpu": gpu})).rows == rows
+    assert VLLMBackend().launch(deployment(models, hardware={"gpu": gpu})).rows == rows
 
 
 def test_where_vllm_cannot_trim_blocks_its_attention_has_no_graph_for_queries_of_any_lengths() -> None:

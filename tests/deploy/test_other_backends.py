@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.adapter import registry
 from dflash_serve.adapter.facts import EngineFacts, Probes
-from dflash_serve.adapter.protocol import Command, Preview
+from dflash_serve.adapter.protocol import Command, Launch, PreparedFile
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import BACKEND_GROUP, Deployment
@@ -24,6 +24,22 @@ from tests.support.tiny_target import write_tiny_pair
 
 PROBES = Probes(started="/up", live="/alive", ready="/deep")
 METRICS = replace(FACTS.metrics, path="/figures", queued="acme:waiting")
+
+
+class AcmeLaunch(Launch):
+    """A launch that prepares nothing."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        return []
+
+    def files(self, folder: Path) -> list[PreparedFile]:
+        return []
+
+    def prepare(self, folder: Path) -> None: ...
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        return Command(("acme-serve", f"--host={host}", f"--port={port}"))
 
 
 class Acme:
@@ -44,19 +60,11 @@ class Acme:
     releases = "acme-serve 1"
     untried = ()
 
-    def check(self, deployment: Deployment) -> list[Problem]:
-        return []
-
     def head_problems(self, heads: Heads) -> list[Problem]:
         return []
 
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        return Preview()
-
-    def prepare(self, deployment: Deployment, folder: Path) -> None: ...
-
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        return Command(("acme-serve", f"--host={host}", f"--port={port}"))
+    def launch(self, deployment: Deployment) -> Launch:
+        return AcmeLaunch(deployment=deployment)
 
 
 acme = Acme()
@@ -116,7 +124,7 @@ def test_the_chart_runs_it_by_what_the_values_say_of_it(file: Path) -> None:
 def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Acme, "command")
+    monkeypatch.delattr(Acme, "launch")
     with pytest.raises(
         UserError,
         match=r"^--backend acme: dflash-serve does not start it yet: .*; use another, such as --backend torch$",
@@ -125,8 +133,8 @@ def test_an_engine_of_which_we_only_have_facts_is_refused_in_one_line(
 
 
 def test_what_a_package_for_another_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Acme, "preview")
+    monkeypatch.delattr(Acme, "head_problems")
     with pytest.raises(
-        UserError, match="another dflash-serve: it lacks preview; install a newer release of the package"
+        UserError, match="another dflash-serve: it lacks head_problems; install a newer release of the package"
     ):
         registry.server_backend("acme")

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common import extras
@@ -200,7 +199,7 @@ def test_a_disk_without_room_for_the_deployment_is_one_line(
     monkeypatch.setattr(EmbeddedBackend, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
     with pytest.raises(UserError, match=r"No space left on device.*--folder"):
-        prepared(resolve(backend, deployment), None)
+        prepared(backend.launch(deployment), None)
 
 
 def test_the_bundled_target_without_its_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

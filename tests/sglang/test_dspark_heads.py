@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from dflash_serve.checkpoint.config import MarkovConfig, MarkovKind
 from dflash_serve.checkpoint.reader import DIALECTS
 from dflash_serve.models.drafter_heads import MarkovHead
-from dflash_sglang.launch_plan import dialect_of
+from dflash_sglang.settings import dialect_of
 from tests.support.heads import HEADS
 from tests.support.tiny import tiny_drafter_config
 

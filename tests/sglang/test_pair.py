@@ -19,7 +19,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GIB
 from dflash_sglang import SGLangBackend
 from dflash_sglang.engine_arguments import _parser
-from dflash_sglang.launch_plan import HOST_RESERVE
+from dflash_sglang.settings import HOST_RESERVE
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 KEY = "secret"
@@ -182,7 +182,7 @@ def planned(models: dict[str, str], target: str = "plain", *, drafter: bool = Tr
     fields = {"target": {"model": models[target]}, "hardware": {"gpu": "h200"}, "role": "decode", **more}
     if drafter:
         fields["drafter"] = {"model": models["drafter"]}
-    return SGLangBackend().resolve(Deployment.model_validate(fields))
+    return SGLangBackend().launch(Deployment.model_validate(fields))
 
 
 def reserved(monkeypatch: pytest.MonkeyPatch, plan: Any, free: float = 1e12) -> float:
@@ -231,7 +231,7 @@ def test_the_dry_run_knows_when_sglang_reserves_host_memory(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch, target: str, given: dict[str, Any]
 ) -> None:
     plan = planned(models, target, drafter=False, engine_args={"sglang": given})
-    told = [note for note in plan.preview(Path("/prepared")).notes if "host memory" in note]
+    told = [note for note in plan.notes if "host memory" in note]
     assert bool(told) is plan.has_host_copy is (reserved(monkeypatch, plan) > 0)
 
 
@@ -249,5 +249,5 @@ def test_the_host_memory_that_the_dry_run_tells_is_what_sglang_takes(
     assert reserved(monkeypatch, plan, enough - plan.host_copy / 2) == pytest.approx(whole / 2)
     with pytest.raises(ValueError, match="No host memory is left for HiCache after the 10 GiB reserve"):
         reserved(monkeypatch, plan, HOST_RESERVE)
-    (told,) = [note for note in plan.preview(Path("/prepared")).notes if "host memory" in note]
+    (told,) = [note for note in plan.notes if "host memory" in note]
     assert f"{plan.host_copy / GIB:.0f} GiB for each GPU where there is room, and ends at start unless 10 GiB" in told

@@ -25,7 +25,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
-from dflash_sglang.launch_plan import SGLangPlan
+from dflash_sglang.launch import SGLangLaunch
 from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -51,6 +51,19 @@ OF_REQUEST = ("return_logprob", "rid")
 """Fields that stand beside the sampling parameters."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnCpuLaunch(SGLangLaunch):
+    """The launch of `serve`, on a CPU."""
+
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def _command(self, folder: Path, host: str, port: int) -> Command:
+        command = super()._command(folder, host, port)
+        env = {**ENVIRONMENT, **command.env, **self.env}
+        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+
+
 class OnCpu(SGLangBackend):
     """Our backend, its command with the flags of the CPU test platform and some more."""
 
@@ -58,11 +71,9 @@ class OnCpu(SGLangBackend):
         super().__init__()
         self.flags, self.env = flags, env or {}
 
-    def launch(self, plan: SGLangPlan, folder: Path, host: str, port: int) -> Command:
-        """The command of `serve`, on a CPU."""
-        command = super().launch(plan, folder, host, port)
-        env = {**ENVIRONMENT, **command.env, **self.env}
-        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+    def launch(self, deployment: Deployment) -> SGLangLaunch:
+        """The launch of `serve`, on a CPU."""
+        return replace(OnCpuLaunch.of(deployment), flags=self.flags, env=self.env)
 
 
 @dataclass(frozen=True)

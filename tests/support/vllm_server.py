@@ -23,7 +23,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
-from dflash_vllm.launch_plan import VLLMPlan
+from dflash_vllm.launch import VLLMLaunch
 
 ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
 """On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
@@ -44,6 +44,19 @@ CROWD = 16
 LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnCpuLaunch(VLLMLaunch):
+    """The launch of `serve`, on a CPU."""
+
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def _command(self, folder: Path, host: str, port: int) -> Command:
+        command = super()._command(folder, host, port)
+        env = {**ENVIRONMENT, **command.env, **self.env}
+        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+
+
 class OnCpu(VLLMBackend):
     """Our backend, its command with what the CPU build needs, and some more."""
 
@@ -51,11 +64,9 @@ class OnCpu(VLLMBackend):
         super().__init__()
         self.flags, self.env = flags, env or {}
 
-    def launch(self, plan: VLLMPlan, folder: Path, host: str, port: int) -> Command:
-        """The command of `serve`, on a CPU."""
-        command = super().launch(plan, folder, host, port)
-        env = {**ENVIRONMENT, **command.env, **self.env}
-        return replace(command, argv=(*command.argv, *ON_CPU, *self.flags), env=env)
+    def launch(self, deployment: Deployment) -> VLLMLaunch:
+        """The launch of `serve`, on a CPU."""
+        return replace(OnCpuLaunch.of(deployment), flags=self.flags, env=self.env)
 
 
 @dataclass(frozen=True)

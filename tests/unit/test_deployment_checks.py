@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.adapter.checks import block_problems, changed_files, layer_problems
-from dflash_serve.adapter.launch import LaunchPlan, resolve
+from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.adapter.registry import server_backend
 from dflash_serve.deployment.description import Deployment
 from tests.support.built import flip_last_byte, seal
@@ -63,7 +63,7 @@ def test_memory_is_counted_for_the_keys_and_values_that_the_checkpoint_requests(
     recipe = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "quantization_config": recipe}))
     given = {"target": {"model": str(tmp_path)}, "hardware": {"gpu": "h100"}}
-    launch = resolve(backend, Deployment.model_validate(given))
-    assert isinstance(launch, LaunchPlan)
+    launch = backend.launch(Deployment.model_validate(given))
+    assert isinstance(launch, EngineLaunch)
     assert launch.memory is not None
     assert launch.memory.token == 2 * 32 * 8 * 128

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.adapter.registry import server_backend
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.writer import write_drafter
@@ -53,7 +52,7 @@ def problems(engine: str, folders: tuple[Path, Path], **more: object) -> str:
     target, drafter = ({"model": str(folder)} for folder in folders)
     deployment = Deployment.model_validate({"target": target, "drafter": drafter, **more})
     try:
-        return "\n".join(map(str, resolve(server_backend(engine), deployment).problems))
+        return "\n".join(map(str, server_backend(engine).launch(deployment).problems))
     except UserError as error:
         return str(error)
 
@@ -173,7 +172,7 @@ def test_layers_out_of_order_are_put_in_order_with_the_columns_of_fc(engine: str
     edit_json(drafter / "config.json", {"dflash_config.target_layer_ids": [2, 0]})
     assert problems(engine, folders) == ""
     deployment = Deployment.model_validate({"target": {"model": str(target)}, "drafter": {"model": str(drafter)}})
-    resolve(server_backend(engine), deployment).prepare(target.parent / "prepared")
+    server_backend(engine).launch(deployment).prepare(target.parent / "prepared")
     (folder,) = (path.parent for path in (target.parent / "prepared").rglob(WEIGHTS))
     assert json.loads((folder / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [0, 2]
     first, second = before.chunk(2, dim=1)

@@ -33,7 +33,7 @@ def served(name: str, fields: dict[str, Any], **serving: str) -> tuple[ServerBac
 
 def refusals(name: str, fields: dict[str, Any], key: str, **serving: str) -> list[str]:
     backend, deployment = served(name, fields, **serving)
-    return [problem.what for problem in backend.check(deployment) if problem.where == f"serving.{key}"]
+    return [problem.what for problem in backend.launch(deployment).problems if problem.where == f"serving.{key}"]
 
 
 @pytest.mark.parametrize(("name", "variable"), [("sglang", "SGLANG"), ("vllm", "VLLM")])
@@ -42,8 +42,8 @@ def test_an_engine_finds_its_logging_in_the_prepared_folder(
 ) -> None:
     backend, deployment = served(name, fields, log_format="json")
     assert refusals(name, fields, "log_format", log_format="json") == []
-    backend.prepare(deployment, tmp_path / "prepared")
-    file = backend.command(deployment, tmp_path / "prepared").env[f"{variable}_LOGGING_CONFIG_PATH"]
+    backend.launch(deployment).prepare(tmp_path / "prepared")
+    file = backend.launch(deployment).command(tmp_path / "prepared").env[f"{variable}_LOGGING_CONFIG_PATH"]
     logging_of = "import json, logging.config, pathlib, sys\nlogging.config.dictConfig(json.load(open(sys.argv[1])))\n"
     asked = f"{logging_of}logging.getLogger('{name}').warning('two\\nlines')"
     done = subprocess.run([sys.executable, "-c", asked, file], capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ def test_an_engine_finds_its_logging_in_the_prepared_folder(
 @pytest.mark.parametrize("name", ["sglang", "vllm", "torch"])
 def test_text_is_what_it_was(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     backend, deployment = served(name, fields)
-    command = backend.command(deployment, tmp_path)
+    command = backend.launch(deployment).command(tmp_path)
     assert not [word for word in (*command.argv, *command.env) if "log" in word.lower() or "otlp" in word]
 
 
@@ -78,7 +78,7 @@ def test_a_collector_is_named_in_the_engines_own_flags(
     name: str, flags: list[str], fields: dict[str, Any], tmp_path: Path
 ) -> None:
     backend, deployment = served(name, fields, otlp_traces_endpoint=TRACES)
-    argv = list(backend.command(deployment, tmp_path).argv)
+    argv = list(backend.launch(deployment).command(tmp_path).argv)
     at = argv.index(flags[0])
     assert argv[at : at + len(flags)] == flags
 

@@ -18,7 +18,7 @@ from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.processes import run_command
 from dflash_serve.errors import Problem, refuse
-from dflash_vllm.backend import LAUNCHER
+from dflash_vllm.launch import LAUNCHER
 from tests.support.tiny import edit_json
 from tests.support.vllm_faults import FAULTS, write_faulty
 from tests.support.vllm_server import ENVIRONMENT

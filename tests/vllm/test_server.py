@@ -34,7 +34,7 @@ from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
-from dflash_vllm.launch_plan import static_schedule
+from dflash_vllm.settings import static_schedule
 from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
 from tests.support.vllm_server import CROWD, LIMITS, Fleet, OnCpu, Server, fleet, smollm2

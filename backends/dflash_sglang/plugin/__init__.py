@@ -19,7 +19,7 @@ from dflash_serve.common.key_guard import KeyGuard
 from dflash_serve.deployment.variables import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import FACTS, RELEASES
-from dflash_sglang.launch_plan import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
+from dflash_sglang.settings import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
 
 from .pair import beside_its_drafter
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p

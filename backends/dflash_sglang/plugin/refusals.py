@@ -19,7 +19,7 @@ from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import ALIASES
 from dflash_serve.errors import Problem
-from dflash_sglang.launch_plan import head_problems
+from dflash_sglang.settings import head_problems
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, WidthPolicy
-from dflash_sglang.launch_plan import asked_width, narrow_widths
+from dflash_sglang.settings import asked_width, narrow_widths
 
 from .penalties import Penalties
 from .ranks import RankError, Ranks

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from dflash_serve.adapter.arguments import pinned_parser
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.adapter.registry import server_backend
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
@@ -33,14 +32,14 @@ both = pytest.mark.parametrize("engine", FRACTION)
 
 
 def command(engine: str, fields: dict[str, Any], **more: Any) -> str:
-    launch = server_backend(engine)
-    deployment = Deployment.model_validate({**fields, **more})
-    assert launch.check(deployment) == []
-    return " ".join(launch.command(deployment, Path("/prepared")).argv)
+    launch = server_backend(engine).launch(Deployment.model_validate({**fields, **more}))
+    assert launch.problems == []
+    return " ".join(launch.command(Path("/prepared")).argv)
 
 
 def problems(engine: str, fields: dict[str, Any], **more: Any) -> list[str]:
-    return [str(problem) for problem in server_backend(engine).check(Deployment.model_validate({**fields, **more}))]
+    launch = server_backend(engine).launch(Deployment.model_validate({**fields, **more}))
+    return [str(problem) for problem in launch.problems]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_a_null_that_a_command_line_cannot_hold_is_refused_by_its_name(
 def test_a_null_inside_an_argument_of_json_is_handed_on(fields: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "deployment.yaml"
     path.write_text(json.dumps({**fields, "engine_args": {"vllm": {"additional-config": {"a": None, "b": {}}}}}))
-    words = server_backend("vllm").command(load_deployment(path), Path("/prepared")).argv
+    words = server_backend("vllm").launch(load_deployment(path)).command(Path("/prepared")).argv
     assert words[words.index("--additional-config") + 1] == '{"a": null, "b": {}}'
 
 
@@ -208,8 +207,8 @@ def test_rope_by_layer_type_is_written_as_every_engine_reads_it(
     nested = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
     changes = {"rope_parameters": nested, "rope_scaling": None, "rope_theta": 1e4}
     edit_json(Path(fields["drafter"]["model"], "config.json"), changes)
-    launch = resolve(server_backend(engine), Deployment.model_validate(fields))
-    (text,) = [file.text for file in launch.preview(tmp_path).files if file.name == "draft/config.json"]
+    launch = server_backend(engine).launch(Deployment.model_validate(fields))
+    (text,) = [file.text for file in launch.files(tmp_path) if file.name == "draft/config.json"]
     written = json.loads(text or "")
     assert (written["rope_theta"], written["rope_scaling"]) == (1e4, {"rope_type": "yarn", "factor": 8.0})
     assert "rope_parameters" not in written

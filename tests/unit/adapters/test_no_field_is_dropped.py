@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.common.settings import fields_below, overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -87,10 +86,10 @@ def launched(engine: str, fields: Fields) -> str | None:
     """All that the engine is launched with; None = the deployment is refused."""
     folder = Path("/prepared")
     try:
-        launch = resolve(adapter(engine), Deployment.model_validate(fields))
+        launch = adapter(engine).launch(Deployment.model_validate(fields))
         if launch.problems:
             return None
-        files = [(file.name, file.text) for file in launch.preview(folder).files]
+        files = [(file.name, file.text) for file in launch.files(folder)]
         return f"{launch.command(folder)} {files}"
     except UserError:
         return None
@@ -118,6 +117,20 @@ def test_its_values_differ_in_the_launch_or_are_refused(
 
 
 @every_engine
+def test_each_entry_of_its_table_is_a_problem_that_names_the_key(engine: str) -> None:
+    for one in adapter(engine).facts.refusals:
+        values = next(values for field, _, values in ROWS if field == one.key)
+        section, _, key = one.key.partition(".")
+        for value in one.values or values[-1:]:
+            fields = overlay(on(), {"drafter": {"model": DRAFTERS["Qwen/Qwen3-8B"]}})
+            fields = overlay(fields, {section: {key: value} if key else value})
+            problems = adapter(engine).launch(Deployment.model_validate(fields)).problems
+            told = [(problem.what, problem.do) for problem in problems if problem.where == one.key]
+            texts = [(every.what, every.do) for every in adapter(engine).facts.refusals if every.key == one.key]
+            assert {(what.format(value=value), do.format(value=value)) for what, do in texts} & {*told}
+
+
+@every_engine
 @pytest.mark.parametrize(("field", "recipe", "said"), [
     ("hardware.dtype", None, "the checkpoint's number format, which is float16"),
     ("kv_cache.dtype", {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "asks for quantised K/V"),
@@ -130,12 +143,12 @@ def test_bfloat16_is_honoured_for_a_checkpoint_in_another_format(
     section, _, key = field.partition(".")
     models = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}, "hardware": {"gpu": "h200"}}
     fields = overlay(models, {section: {key: "bfloat16"}})
-    problems = adapter(engine).check(Deployment.model_validate(fields))
+    problems = adapter(engine).launch(Deployment.model_validate(fields)).problems
     if engine == "tensorrt-llm":
         assert [problem.where for problem in problems] == [field]
         assert said in problems[0].what
     else:
         assert problems == []
         option = {"hardware.dtype": "--dtype", "kv_cache.dtype": "--kv-cache-dtype"}[field]
-        argv = adapter(engine).command(Deployment.model_validate(fields), tmp_path).argv
+        argv = adapter(engine).launch(Deployment.model_validate(fields)).command(tmp_path).argv
         assert argv[argv.index(option) + 1] == "bfloat16"

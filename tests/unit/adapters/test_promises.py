@@ -14,8 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dflash_serve.adapter.launch import ServerAdapter, resolve
-from dflash_serve.adapter.protocol import InProcessBackend
+from dflash_serve.adapter.protocol import InProcessBackend, ServerBackend
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint import reader
 from dflash_serve.checkpoint.files import read_headers
@@ -41,20 +40,18 @@ every_engine = pytest.mark.parametrize("engine", ENGINES)
 whole_readers = pytest.mark.parametrize("engine", READ_WHOLE)
 
 
-def adapter(engine: str) -> ServerAdapter[Any]:
-    found = server_backend(engine)
-    assert isinstance(found, ServerAdapter)
-    return found
+def adapter(engine: str) -> ServerBackend:
+    return server_backend(engine)
 
 
 def problems(engine: str, fields: dict[str, Any], **more: Any) -> str:
-    found = adapter(engine).check(Deployment.model_validate({**fields, **more}))
+    found = adapter(engine).launch(Deployment.model_validate({**fields, **more})).problems
     assert all(problem.what and problem.where and problem.do and "\n" not in str(problem) for problem in found)
     return "\n".join(map(str, found))
 
 
 def notes(engine: str, fields: dict[str, Any]) -> list[str]:
-    return list(adapter(engine).preview(Deployment.model_validate(fields), Path("/prepared")).notes)
+    return list(adapter(engine).launch(Deployment.model_validate(fields)).notes)
 
 
 @every_engine
@@ -218,7 +215,7 @@ def test_the_draft_folder_is_the_drafter_whatever_it_came_in(
     config, _ = reader.read_config(fields["drafter"]["model"])
     fields["drafter"] = {"model": str(write_tiny_drafter(tmp_path / dialect, config, dialect=dialect))}
     for _ in range(2):  # and again, over the first
-        adapter(engine).prepare(Deployment.model_validate(fields), tmp_path / "prepared")
+        adapter(engine).launch(Deployment.model_validate(fields)).prepare(tmp_path / "prepared")
     written = reader.open_checkpoint(tmp_path / "prepared" / "draft")
     assert (written.problems, written.config) == ([], config)
     assert written.dialect is not None
@@ -229,7 +226,7 @@ def test_the_draft_folder_is_the_drafter_whatever_it_came_in(
 def test_nothing_is_prepared_of_a_bad_deployment(engine: str, fields: dict[str, Any], tmp_path: Path) -> None:
     bad = Deployment.model_validate({**fields, "speculation": {"block_size": 16}})
     with pytest.raises(UserError, match="block_size 16 is larger"):
-        adapter(engine).prepare(bad, tmp_path / "prepared")
+        adapter(engine).launch(bad).prepare(tmp_path / "prepared")
     assert not (tmp_path / "prepared").exists()
 
 
@@ -240,13 +237,13 @@ def test_a_flipped_byte_of_any_built_file_is_caught_before_anything_is_written(
 ) -> None:
     for model in ("target", "drafter"):
         seal(Path(fields[model]["model"]))
-    adapter(engine).prepare(Deployment.model_validate(fields), tmp_path / "sound")
+    adapter(engine).launch(Deployment.model_validate(fields)).prepare(tmp_path / "sound")
     if file.endswith(".json"):  # a space more: still the same configuration, but not the one that was built
         (tmp_path / file).write_text((tmp_path / file).read_text() + " ")
     else:
         flip_last_byte(tmp_path / file)
     with pytest.raises(UserError, match=r"sha256 differs|its manifest says") as caught:
-        adapter(engine).prepare(Deployment.model_validate(fields), tmp_path / "out")
+        adapter(engine).launch(Deployment.model_validate(fields)).prepare(tmp_path / "out")
     assert caught.value.where == str(tmp_path / file)
     assert not (tmp_path / "out").exists()
 
@@ -254,7 +251,7 @@ def test_a_flipped_byte_of_any_built_file_is_caught_before_anything_is_written(
 @whole_readers
 def test_a_recorded_survival_goes_with_the_draft(engine: str, fields: dict[str, Any], tmp_path: Path) -> None:
     record_survival(Path(fields["drafter"]["model"]), [0.5, 0.25])
-    adapter(engine).prepare(Deployment.model_validate(fields), tmp_path / "prepared")
+    adapter(engine).launch(Deployment.model_validate(fields)).prepare(tmp_path / "prepared")
     assert recorded_survival(tmp_path / "prepared" / "draft") == [0.5, 0.25]
 
 
@@ -262,7 +259,7 @@ def test_a_recorded_survival_goes_with_the_draft(engine: str, fields: dict[str, 
 def test_keys_go_through_a_private_file(engine: str, fields: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret-one\n# not one\n")
     deployment = Deployment.model_validate({**fields, "serving": {"api_key_file": str(tmp_path / "keys")}})
-    launch = adapter(engine).resolve(deployment)
+    launch = adapter(engine).launch(deployment)
     assert launch.problems == []
     launch.prepare(tmp_path / "prepared")
     said, secrets = launch.command(tmp_path / "prepared"), tmp_path / "prepared" / "secrets.yaml"
@@ -270,12 +267,12 @@ def test_keys_go_through_a_private_file(engine: str, fields: dict[str, Any], tmp
     key = yaml.safe_load(secrets.read_text())["api-key"]
     assert key == ("secret-one" if engine == "sglang" else ["secret-one"])
     assert secrets.stat().st_mode & 0o077 == 0
-    assert "secret-one" not in f"{said} {launch.preview(tmp_path)}"
+    assert "secret-one" not in f"{said} {launch.files(tmp_path)} {launch.choices} {launch.notes}"
 
 
 @every_engine
 def test_host_and_port_are_told(engine: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    argv = adapter(engine).command(Deployment.model_validate(fields), tmp_path, host="0.0.0.0", port=30000).argv
+    argv = adapter(engine).launch(Deployment.model_validate(fields)).command(tmp_path, host="0.0.0.0", port=30000).argv
     assert argv[argv.index("--host") + 1] == "0.0.0.0"
     assert argv[argv.index("--port") + 1] == "30000"
 
@@ -285,8 +282,8 @@ def test_host_and_port_are_told(engine: str, fields: dict[str, Any], tmp_path: P
 def test_without_speculation_nothing_of_it_is_told(
     engine: str, width: object, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch = adapter(engine).resolve(Deployment.model_validate({**fields, "speculation": {"width": width}}))
-    told = f"{launch.command(tmp_path)} {[(file.name, file.text) for file in launch.preview(tmp_path).files]}"
+    launch = adapter(engine).launch(Deployment.model_validate({**fields, "speculation": {"width": width}}))
+    told = f"{launch.command(tmp_path)} {[(file.name, file.text) for file in launch.files(tmp_path)]}"
     assert "speculative" not in told
     assert "draft" not in told
 
@@ -295,7 +292,7 @@ def test_without_speculation_nothing_of_it_is_told(
 def test_the_command_goes_with_the_folder_that_was_prepared(
     engine: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    launch = resolve(adapter(engine), Deployment.model_validate(fields))
+    launch = adapter(engine).launch(Deployment.model_validate(fields))
     launch.prepare(tmp_path / "prepared")
     before = launch.command(tmp_path / "prepared")
     edit_json(Path(fields["drafter"]["model"]) / "config.json", {"block_size": 4})

@@ -43,7 +43,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
 
 def overlaid(deployment: Deployment, method: str, engine: str) -> Deployment:
     (found,) = overlay_variants(deployment, [f"{method}={EXAMPLES / method}.yaml"], ENGINES[engine]).values()
-    assert ENGINES[engine].check(found) == []
+    assert ENGINES[engine].launch(found).problems == []
     return found
 
 
@@ -53,20 +53,20 @@ def test_an_example_is_the_deployment_without_our_drafter(engine: str, method: s
     found = overlaid(deployment, method, engine)
     assert found.drafter is None
     assert (found.target, found.hardware) == (deployment.target, deployment.hardware)
-    command = ENGINES[engine].command(found, Path("/prepared"))
+    command = ENGINES[engine].launch(found).command(Path("/prepared"))
     assert "DFLASH" not in shlex.join(command.argv)
     assert "DFLASH_SERVE_SPECULATION__WIDTH" not in command.env
 
 
 def test_each_engine_is_told_in_its_own_words(deployment: Deployment, tmp_path: Path) -> None:
-    said = shlex.join(ENGINES["sglang"].command(overlaid(deployment, "eagle3", "sglang"), tmp_path).argv)
+    said = shlex.join(ENGINES["sglang"].launch(overlaid(deployment, "eagle3", "sglang")).command(tmp_path).argv)
     assert "--speculative-algorithm EAGLE3 --speculative-draft-model-path org/head" in said
-    said = shlex.join(ENGINES["sglang"].command(overlaid(deployment, "mtp", "sglang"), tmp_path).argv)
+    said = shlex.join(ENGINES["sglang"].launch(overlaid(deployment, "mtp", "sglang")).command(tmp_path).argv)
     assert "--speculative-algorithm NEXTN --speculative-num-steps 3" in said
-    words = ENGINES["vllm"].command(overlaid(deployment, "eagle3", "vllm"), tmp_path).argv
+    words = ENGINES["vllm"].launch(overlaid(deployment, "eagle3", "vllm")).command(tmp_path).argv
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config == {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3}
-    ENGINES["tensorrt-llm"].prepare(overlaid(deployment, "mtp", "tensorrt-llm"), tmp_path / "prepared")
+    ENGINES["tensorrt-llm"].launch(overlaid(deployment, "mtp", "tensorrt-llm")).prepare(tmp_path / "prepared")
     written = yaml.safe_load((tmp_path / "prepared" / "config.yaml").read_text())
     assert written["speculative_config"] == {"decoding_type": "MTP", "max_draft_len": 3}
     assert written["kv_cache_config"]["enable_block_reuse"] is False  # as with a DFlash drafter
@@ -124,7 +124,7 @@ def test_arguments_that_make_an_engine_draft_belong_into_an_overlay(
     engine: str, given: dict[str, Any], deployment: Deployment
 ) -> None:
     both = Deployment.model_validate({**deployment.model_dump(exclude_unset=True), "engine_args": {engine: given}})
-    assert "dflash-serve sets itself" in str(ENGINES[engine].check(both)[0])
+    assert "dflash-serve sets itself" in str(ENGINES[engine].launch(both).problems[0])
     with pytest.raises(UserError, match="the variants say how it drafts"):
         deployed_variants(both, ["off"], ENGINES[engine])
 

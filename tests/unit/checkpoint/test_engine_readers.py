@@ -12,7 +12,7 @@ from dflash_serve.checkpoint.config import AttentionKind
 from dflash_serve.checkpoint.formats import Format, QuantizedTensor
 from dflash_serve.checkpoint.reader import DIALECTS, assemble, load_weights
 from dflash_serve.checkpoint.tensors import FUSED
-from dflash_tensorrt_llm.launch_plan import beyond_built_in
+from dflash_tensorrt_llm.settings import beyond_built_in
 from dflash_tensorrt_llm.upstream import Release
 from tests.support.engine_readers import FUSED_BY, READERS, Raw
 from tests.support.tiny import (

@@ -73,7 +73,7 @@ def folders(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     @contextmanager
     def server(backend: ServerBackend, deployment: Deployment, *_: object, **__: object) -> Any:
-        raise_problems(backend.check(deployment))
+        raise_problems(backend.launch(deployment).problems)
         stop(deployment)
         yield
 

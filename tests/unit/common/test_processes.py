@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dflash_serve.adapter.launch import running_server
-from dflash_serve.adapter.protocol import Command, Preview, ServerBackend
+from dflash_serve.adapter.protocol import Command, Launch, PreparedFile, ServerBackend
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common import processes
 from dflash_serve.common.http import page_status
@@ -48,6 +49,28 @@ STUBBORN = (
 """Does not go on SIGTERM, and has a child."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FakeLaunch(Launch):
+    """Its server is a program for an executable."""
+
+    executable: str
+    program: str
+
+    @property
+    def problems(self) -> list[Problem]:
+        return []
+
+    def files(self, folder: Path) -> list[PreparedFile]:
+        return []
+
+    def prepare(self, folder: Path) -> None:
+        (folder / "prepared").write_text(self.deployment.target.model)
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        code = f"import os; os.chdir({str(folder)!r})\n{self.program}"
+        return Command((self.executable, "-c", code, str(port)), {"COLOUR": "blue"})
+
+
 class FakeBackend(ServerBackend):
     """Its server is a small program, which finds its port in its first argument."""
 
@@ -57,21 +80,11 @@ class FakeBackend(ServerBackend):
     def __init__(self, program: str, *, executable: str = sys.executable) -> None:
         self.program, self.executable = textwrap.dedent(program), executable
 
-    def check(self, deployment: Deployment) -> list[Problem]:
-        return []
-
     def head_problems(self, heads: Heads) -> list[Problem]:
         return []
 
-    def preview(self, deployment: Deployment, folder: Path) -> Preview:
-        return Preview()
-
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        (folder / "prepared").write_text(deployment.target.model)
-
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        code = f"import os; os.chdir({str(folder)!r})\n{self.program}"
-        return Command((self.executable, "-c", code, str(port)), {"COLOUR": "blue"})
+    def launch(self, deployment: Deployment) -> Launch:
+        return FakeLaunch(deployment=deployment, executable=self.executable, program=self.program)
 
 
 def alive(process: int) -> bool:

@@ -25,7 +25,7 @@ def deployment(folders: tuple[Path, Path], **sections: Any) -> Deployment:
 
 def test_what_it_can_do_has_no_problems(folders: tuple[Path, Path]) -> None:
     limits = {"max_batch_size": 4, "max_model_len": 128, "max_queued_requests": 3}
-    assert backend.check(deployment(folders, limits=limits, speculation={"block_size": 3, "width": 2})) == []
+    assert backend.launch(deployment(folders, limits=limits, speculation={"block_size": 3, "width": 2})).problems == []
 
 
 IGNORED: list[tuple[str, dict[str, Any]]] = [
@@ -48,7 +48,7 @@ def test_a_setting_it_would_ignore_is_a_problem(
 ) -> None:
     if "target" in sections:
         sections = {"target": {"model": str(folders[0]), **sections["target"]}}
-    assert [problem.where for problem in backend.check(deployment(folders, **sections))] == [field]
+    assert [problem.where for problem in backend.launch(deployment(folders, **sections)).problems] == [field]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_setting_it_would_ignore_is_a_problem(
 def test_a_setting_it_lacks_is_advised_on_an_engine_that_has_it(
     folders: tuple[Path, Path], engine: str, sections: dict[str, Any]
 ) -> None:
-    (problem,) = backend.check(deployment(folders, **sections))
+    (problem,) = backend.launch(deployment(folders, **sections)).problems
     assert problem.do == f"leave it out, or serve with {engine}"
 
 
@@ -72,15 +72,15 @@ def test_measurements_that_auto_cannot_read_are_a_problem(
     folders: tuple[Path, Path], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    (problem,) = backend.check(deployment(folders))
+    (problem,) = backend.launch(deployment(folders)).problems
     assert value in str(problem)
-    assert backend.check(deployment(folders, speculation={"width": "off"})) == []
+    assert backend.launch(deployment(folders, speculation={"width": "off"})).problems == []
 
 
 def test_a_quantised_drafter_is_a_problem(folders: tuple[Path, Path], tmp_path: Path) -> None:
     config, _ = read_config(folders[1])
     drafter = write_quantized_drafter(tmp_path / "fp8", "fp8", config)
-    (problem,) = backend.check(deployment(folders, drafter={"model": str(drafter)}))
+    (problem,) = backend.launch(deployment(folders, drafter={"model": str(drafter)})).problems
     assert "quantised to FP8, the embedded backend reads bf16 drafters only" in str(problem)
 
 
@@ -112,7 +112,7 @@ def test_a_family_it_does_not_run_is_refused_before_anything_is_fetched(
     config = json.loads((folders[0] / "config.json").read_text()) | {"model_type": "qwen3_moe"}
     (tmp_path / "config.json").write_text(json.dumps(config))  # and no weights
     with pytest.raises(UserError, match=r"qwen3_moe.*other backends"):
-        backend.check(deployment((tmp_path, folders[1])))
+        _ = backend.launch(deployment((tmp_path, folders[1]))).problems
 
 
 def test_a_misspelt_setting_of_the_http_server_is_named_never_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

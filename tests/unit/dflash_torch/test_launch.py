@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout
+from dflash_serve.cli import serve
+from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
@@ -26,7 +32,6 @@ from dflash_torch.launch import (
     memory_here,
     memory_problems,
     needed_bytes,
-    with_batch_size,
 )
 
 
@@ -100,9 +105,9 @@ def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
     free = None if share is None else int((2 * one - two + share * (two - one)) / launch.USED_SHARE)
     monkeypatch.setattr(launch, "free_bytes", lambda: 10**4 if on_gpu else free)
     sees_gpu(monkeypatch, 10**4 if free is None or not on_gpu else free)
-    assert with_batch_size(asked).limits.max_batch_size == batch
+    assert backend.launch(asked).with_batch_size().limits.max_batch_size == batch
     given = deployment(folders[0], limits={"max_batch_size": 5})
-    assert with_batch_size(given) is given
+    assert backend.launch(given).with_batch_size() is given
 
 
 def test_a_gpu_that_does_not_tell_its_memory_is_a_problem_that_names_the_key(
@@ -118,11 +123,35 @@ def test_a_prepared_folder_leaves_an_open_number_to_the_machine_that_serves(
 ) -> None:
     """An init container, or a command without PyTorch, does not know the server's GPU."""
     asked = deployment(folders[0])
-    backend.prepare(asked, tmp_path / "prepared")
+    backend.launch(asked).prepare(tmp_path / "prepared")
     written = (tmp_path / "prepared" / "deployment.json").read_text()
     assert Deployment.model_validate_json(written).limits.max_batch_size is None
-    chosen = {choice.key: choice for choice in backend.preview(asked, tmp_path).choices}["limits.max_batch_size"]
+    chosen = {choice.key: choice for choice in backend.launch(asked).choices}["limits.max_batch_size"]
     assert chosen.value == ("as many as fit" if driver else "32")
+
+
+def test_serve_reads_drafter_and_weights_once_before_it_becomes_the_server(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server reads them again: only files and variables go through exec."""
+    read: Counter[Path] = Counter()
+    opened: Callable[..., Any] = io.open
+
+    def counting(file: Any, *args: Any, **more: Any) -> Any:
+        read.update([Path(file)] if isinstance(file, str | os.PathLike) else [])
+        return opened(file, *args, **more)
+
+    monkeypatch.setattr(io, "open", counting)
+    monkeypatch.setattr("builtins.open", counting)
+    monkeypatch.setattr(serve, "become", lambda *_: None)
+    target, drafter = folders
+    words = ["serve", "--target", str(target), "--drafter", str(drafter), "--folder", str(tmp_path / "prepared")]
+    told = CliRunner().invoke(app, words)
+    assert told.exception is None, told.output
+    weights = "model.safetensors"
+    once = (drafter / "config.json", drafter / weights, target / weights)
+    assert [read[path] for path in once] == [1, 1, 1]
+    assert read[target / "config.json"] <= 3, "its layout, its configuration and its quantisation have a reader each"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
 from dflash_engines.recipe import Recipe
-from dflash_serve.adapter.launch import resolve
-from dflash_serve.adapter.registry import backend as chosen_backend
+from dflash_serve.adapter.registry import server_backend
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.layers import load_deployment
@@ -49,7 +48,7 @@ def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True
 )
 def test_a_built_drafter_is_served_and_rendered(format: Format, gpu: str, fits: bool, tmp_path: Path) -> None:
     file = built(tmp_path, format, gpu=gpu)
-    launch = resolve(backend, load_deployment(file))
+    launch = backend.launch(load_deployment(file))
     assert (launch.problems == []) is fits
     words = ["deploy", str(file), "--backend", "tensorrt-llm", "--render", "helm"]
     result = CliRunner().invoke(app, [*words, "--image", f"x/y@sha256:{64 * '0'}"])
@@ -96,7 +95,7 @@ def test_the_readmes_table_is_what_the_engines_checks_say(tmp_path: Path) -> Non
         for name, folder in drafters.items():
             sections = {"drafter": {"model": str(folder)}, "speculation": {"width": 4}}
             on = [changed(deployment, **sections, hardware={"gpu": gpu}) for gpu in ("b200", "h200")]
-            blackwell, hopper = (chosen_backend(engine).check(each) == [] for each in on)
+            blackwell, hopper = (server_backend(engine).launch(each).problems == [] for each in on)
             found += [name + ("" if hopper else "*")] if blackwell else []
         return ", ".join(found) or "no"
 

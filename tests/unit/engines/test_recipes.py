@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from dflash_engines.cli import make_steps
 from dflash_engines.recipe import find_recipe, load_recipe
-from dflash_serve.adapter.launch import resolve
 from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.adapter.registry import backend
 from dflash_serve.cli.main import app
@@ -47,7 +46,7 @@ def rows(path: Path) -> Iterator[str]:
     steps = [f"{step.name} ({', '.join(step.needs)})" for step in make_steps(recipe)]
     yield f"{path.stem} build | {'; '.join(steps) or 'nothing'}"
     for name in ("sglang", "vllm"):
-        launch = resolve(cast(ServerBackend, backend(name)), recipe.deployment)
+        launch = cast(ServerBackend, backend(name)).launch(recipe.deployment)
         argv = launch.command(Path("/prepared")).argv[1:]
         told = f"refused: {launch.problems[0].what}" if launch.problems else shlex.join(argv)
         yield f"{path.stem} {name} | {told}"

@@ -41,7 +41,8 @@ def changed(plain: Path, folder: Path, change: Callable[[Tensors], object]) -> P
 
 
 def checked(target: Path | str) -> list[str]:
-    return [str(problem) for problem in backend.check(Deployment.model_validate({"target": {"model": str(target)}}))]
+    launch = backend.launch(Deployment.model_validate({"target": {"model": str(target)}}))
+    return [str(problem) for problem in launch.problems]
 
 
 def refused(target: Path) -> str:

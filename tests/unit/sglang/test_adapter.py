@@ -13,8 +13,8 @@ from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
-from dflash_sglang.launch_plan import WIDTH_VARIABLE
 from dflash_sglang.plugin import width_problems
+from dflash_sglang.settings import WIDTH_VARIABLE
 from tests.support.heads import HEADS
 from tests.support.paper_models import FP8, NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
@@ -36,14 +36,14 @@ def deployed(fields: dict[str, Any], **more: Any) -> Deployment:
 
 
 def problems(fields: dict[str, Any], **more: Any) -> str:
-    found = BACKEND.check(deployed(fields, **more))
+    found = BACKEND.launch(deployed(fields, **more)).problems
     assert all(problem.what and problem.where and problem.do for problem in found)
     return "\n".join(map(str, found))
 
 
 def command(fields: dict[str, Any], **more: Any) -> str:
     assert problems(fields, **more) == ""
-    return " ".join(BACKEND.command(deployed(fields, **more), Path("/prepared")).argv) + " "
+    return " ".join(BACKEND.launch(deployed(fields, **more)).command(Path("/prepared")).argv) + " "
 
 
 def given(*flags: str, **values: Any) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def test_a_server_of_sglangs_that_checks_no_key_is_refused_where_a_key_is_asked_
 def test_nvfp4_on_hopper_is_told(fields: dict[str, Any], tmp_path: Path) -> None:
     target = {"model": str(write_paper_target(tmp_path / "fp4", recipe=NVFP4))}
     on = {gpu: deployed(fields, target=target, hardware={"gpu": gpu}) for gpu in ("h100", "b200")}
-    assert [BACKEND.check(one) for one in on.values()] == [[], []]
-    notes = {gpu: " ".join(BACKEND.preview(one, tmp_path).notes) for gpu, one in on.items()}
+    assert [BACKEND.launch(one).problems for one in on.values()] == [[], []]
+    notes = {gpu: " ".join(BACKEND.launch(one).notes) for gpu, one in on.items()}
     assert "h100 has no FP4 arithmetic: NVFP4 weights are unpacked at each use" in notes["h100"]
     assert "FP4" not in notes["b200"]
 
@@ -202,7 +202,7 @@ def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
 ) -> None:
     edit_json(Path(fields["target"]["model"]) / "config.json", config)
     assert problems(fields, **change) == ""
-    shown = BACKEND.preview(deployed(fields, **change), Path("/prepared"))
+    shown = BACKEND.launch(deployed(fields, **change))
     assert f"SGLang verifies whole blocks of 8 slots with {part}: auto changes nothing" in shown.notes
     assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in shown.choices]
     assert problems(fields, **change, speculation={"width": 8}) == ""
@@ -226,14 +226,14 @@ def test_arguments_that_change_nothing_leave_the_width_to_our_worker(
     fields: dict[str, Any], change: dict[str, Any]
 ) -> None:
     assert " --speculative-algorithm DFLASH " in command(fields, **change)
-    assert BACKEND.command(deployed(fields, **change), Path("/prepared")).env[WIDTH_VARIABLE] == "auto"
+    assert BACKEND.launch(deployed(fields, **change)).command(Path("/prepared")).env[WIDTH_VARIABLE] == "auto"
 
 
 @pytest.mark.parametrize("width", ["auto", 8])
 def test_with_lora_the_plug_in_is_asked_for_whole_blocks_and_agrees(
     fields: dict[str, Any], width: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = BACKEND.command(deployed(fields, **LORA, speculation={"width": width}), Path("/prepared"))
+    started = BACKEND.launch(deployed(fields, **LORA, speculation={"width": width})).command(Path("/prepared"))
     asked = started.argv[started.argv.index("--speculative-num-draft-tokens") + 1]
     arguments = SimpleNamespace(
         enable_lora=True, lora_paths=None, speculative_num_draft_tokens=int(asked), speculative_dflash_block_size=None
@@ -262,7 +262,7 @@ def test_sglangs_own_algorithm_is_told_the_width(fields: dict[str, Any], config:
     told = command(fields, speculation=speculation)
     assert (" --speculative-algorithm DFLASH " in told) is drafts
     assert (" --speculative-num-draft-tokens 8 " in told) is drafts
-    environment = BACKEND.command(deployed(fields, speculation=speculation), Path("/prepared")).env
+    environment = BACKEND.launch(deployed(fields, speculation=speculation)).command(Path("/prepared")).env
     assert environment == ({"DFLASH_SERVE_SPECULATION__WIDTH": str(width)} if drafts else {})
 
 
@@ -289,7 +289,7 @@ def test_the_way_of_the_kv_is_told_where_it_is_left_to_sglang(fields: dict[str, 
         given(**{"disaggregation-transfer-backend": "nixl"}),
     )
     for more, is_told in (({}, role != "whole"), (way, False)):
-        choices = BACKEND.preview(deployed(fields, role=role, **more), Path("/prepared")).choices
+        choices = BACKEND.launch(deployed(fields, role=role, **more)).choices
         assert [(one.key, one.value) for one in choices if one.key == key] == [(key, "mooncake")] * is_told
     assert " --disaggregation-transfer-backend nixl " in command(fields, role=role, **way)
 
@@ -332,7 +332,7 @@ def test_a_number_of_requests_is_that_of_all_copies_together(fields: dict[str, A
     assert " --max-running-requests 192 " in command(fields, limits=limits, **devices(8, data=8))
     ranks = devices(8, tensor=8, attention_data=True)  # among which SGLang divides it itself
     assert " --max-running-requests 1536 " in command(fields, limits=limits, **ranks)
-    choices = BACKEND.preview(deployed(fields, **devices(8, data=8)), Path("/prepared")).choices
+    choices = BACKEND.launch(deployed(fields, **devices(8, data=8))).choices
     (requests,) = (choice for choice in choices if choice.key == "limits.max_batch_size")
     assert requests.value == str(8 * 48)
     assert "48 on each copy of the model" in requests.why
@@ -357,7 +357,7 @@ def test_the_states_of_gated_delta_nets_are_told(fields: dict[str, Any], more: d
     edit_json(Path(fields["target"]["model"]) / "config.json", {**RECURRENT, **sizes})
     if told:
         more = devices(2, tensor=2)
-    notes = " ".join(BACKEND.preview(deployed(fields, **more), Path("/prepared")).notes)
+    notes = " ".join(BACKEND.launch(deployed(fields, **more)).notes)
     each = 9 * 2 * 64 * 128 * 128 * 4 / 2 / 2**30
     assert (f"each request keeps 9 recurrent states on a device, {each:.1f} GiB; with engine_args" in notes) == told
 
@@ -371,7 +371,7 @@ def test_sglang_chooses_the_targets_kernels_by_model(fields: dict[str, Any], gpu
 
 def test_where_no_number_of_requests_is_given_it_is_sglangs_own(fields: dict[str, Any]) -> None:
     assert "--max-running-requests" not in command(fields)
-    choices = {choice.key: choice for choice in BACKEND.preview(deployed(fields), Path("/prepared")).choices}
+    choices = {choice.key: choice for choice in BACKEND.launch(deployed(fields)).choices}
     assert choices["limits.max_batch_size"].value == "48"
     assert "SGLang's own number" in choices["limits.max_batch_size"].why
 
@@ -390,13 +390,13 @@ def test_dspark_is_started_with_both_counts(name: str, fields: dict[str, Any], t
     told = command(fields)
     assert " --speculative-algorithm DSPARK " in told
     assert " --speculative-num-draft-tokens 8 --speculative-dspark-block-size 7 " in told
-    BACKEND.prepare(deployed(fields), tmp_path / "prepared")
+    BACKEND.launch(deployed(fields)).prepare(tmp_path / "prepared")
     raw = json.loads((tmp_path / "prepared" / "draft" / "config.json").read_text())
     shifted = "fill-in" not in name
     expected = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": shifted, "block_size": 7 if shifted else 8}
     assert expected.items() <= raw.items()
     assert raw["markov_rank"] == 6, "where SGLang's models/dspark.py looks"
-    choices = BACKEND.preview(deployed(fields), tmp_path).choices
+    choices = BACKEND.launch(deployed(fields)).choices
     assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in choices]
 
 

@@ -20,10 +20,10 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.policy import FixedWidth, Step
 from dflash_serve.speculation.width import AutoWidth
-from dflash_sglang.launch_plan import AUTO, WIDTH_VARIABLE, asked_width, narrow_widths
 from dflash_sglang.plugin import in_rows_of_the_buffer
 from dflash_sglang.plugin.refusals import LOADER, NEUTRAL, StrictLoad, draft_problems, guarded, refusal
 from dflash_sglang.plugin.results import BatchWidths, Results, SpeculationMetrics
+from dflash_sglang.settings import AUTO, WIDTH_VARIABLE, asked_width, narrow_widths
 from tests.support.heads import HEADS
 from tests.support.tiny import tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
 

@@ -49,9 +49,9 @@ def backend(release: str = "1.4") -> TensorRTLLMBackend:
 
 def configuration(deployment: Deployment, release: str = "1.4") -> dict[str, Any]:
     """config.yaml of a deployment without problems, as a dry run shows it."""
-    launch = backend(release).resolve(deployment)
+    launch = backend(release).launch(deployment)
     assert launch.problems == []
-    files = {file.name: file.text for file in launch.preview(PREPARED).files}
+    files = {file.name: file.text for file in launch.files(PREPARED)}
     found: dict[str, Any] = yaml.safe_load(files["config.yaml"] or "")
     return found
 

@@ -28,7 +28,7 @@ def given(deployment: Deployment, **arguments: Any) -> Deployment:
 def test_options_go_to_the_command_line_and_keys_into_config_yaml(deployment: Deployment) -> None:
     arguments: dict[str, Any] = {"trust_remote_code": True, "log-level": "warning", "stream_interval": 4}
     asked = given(deployment, **arguments, kv_cache_config={"tokens_per_block": 64})
-    assert backend().command(asked, PREPARED).argv[-2:] == ("--log_level", "warning")
+    assert backend().launch(asked).command(PREPARED).argv[-2:] == ("--log_level", "warning")
     written = configuration(asked)
     assert written["stream_interval"] == 4
     assert written["trust_remote_code"] is True, "an option, too, but Dynamo reads config.yaml alone"
@@ -45,9 +45,9 @@ def test_a_null_turns_cuda_graphs_off(deployment: Deployment, tmp_path: Path) ->
 
 
 def test_a_null_cannot_leave_out_the_drafter_or_keys_that_we_set(deployment: Deployment) -> None:
-    (problem,) = backend().check(given(deployment, speculative_config=None))
+    (problem,) = backend().launch(given(deployment, speculative_config=None)).problems
     assert "null would leave the drafter out" in str(problem)
-    assert "kv_cache_config" in str(backend().check(given(deployment, kv_cache_config=None)))
+    assert "kv_cache_config" in str(backend().launch(given(deployment, kv_cache_config=None)).problems)
 
 
 UNCHECKED: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_keys_that_the_mirror_does_not_check_are_written_beside_ours(deployment:
     graphs = configuration(given(deployment, cuda_graph_config={"batch_sizes": [1, 8]}))["cuda_graph_config"]
     assert graphs == {"enable_padding": True, "batch_sizes": [1, 8]}, "upstream takes the largest of them"
     misspelt = given(deployment, kv_cache_config={"host_cache": 1})
-    assert "unknown key kv_cache_config.host_cache" in backend().check(misspelt)[0].what
+    assert "unknown key kv_cache_config.host_cache" in backend().launch(misspelt).problems[0].what
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_keys_that_the_mirror_does_not_check_are_written_beside_ours(deployment:
 def test_an_argument_that_is_not_the_users_to_give_is_refused(
     deployment: Deployment, arguments: dict[str, Any], release: str, said: str
 ) -> None:
-    (problem,) = backend(release).check(given(deployment, **arguments))
+    (problem,) = backend(release).launch(given(deployment, **arguments)).problems
     assert said in str(problem)
 
 
@@ -90,7 +90,7 @@ def test_every_key_that_we_write_is_one_that_we_claim(deployment: Deployment) ->
         leaves = {name: value} if not isinstance(value, dict) else {f"{name}.{key}": {key: value[key]} for key in value}
         for path, leaf in leaves.items():
             if path != "cuda_graph_config.enable_padding":  # padding may be turned off
-                (problem,) = backend().check(given(deployment, **{name: leaf}))
+                (problem,) = backend().launch(given(deployment, **{name: leaf})).problems
                 assert "dflash-serve sets itself" in str(problem), path
 
 
@@ -112,7 +112,7 @@ def test_a_value_that_trtllm_serve_would_refuse_is_refused_before_it_starts(
     reason: str, deployment: Deployment
 ) -> None:
     limited = changed(deployment, limits={"max_batch_size": 64}, speculation={"width": 4})
-    (problem,) = backend().check(given(limited, **REFUSED_VALUES[reason]))
+    (problem,) = backend().launch(given(limited, **REFUSED_VALUES[reason])).problems
     assert (reason in problem.what, problem.where) == (True, "configuration for TensorRT-LLM 1.4")
 
 
@@ -145,25 +145,25 @@ def test_the_installed_release_is_asked_before_our_mirror(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.4.0rc4\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    problems = backend(release).check(given(deployment, guided_decoding_backend=guided))
+    problems = backend(release).launch(given(deployment, guided_decoding_backend=guided)).problems
     assert problems == [] if said is None else said in problems[0].what, problems
 
 
 def test_parsers_and_name_are_options_of_trtllm_serve(deployment: Deployment) -> None:
     serving = {"served_model_name": "tiny", "reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
-    said = " ".join(backend().command(changed(deployment, serving=serving), PREPARED).argv)
+    said = " ".join(backend().launch(changed(deployment, serving=serving)).command(PREPARED).argv)
     assert said.endswith("--served_model_name tiny --reasoning_parser qwen3 --tool_parser qwen3")
 
 
 def test_keys_of_serving_that_it_does_not_have_are_refused(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n")
-    (problem,) = backend().check(changed(deployment, serving={"api_key_file": str(tmp_path / "keys")}))
+    (problem,) = backend().launch(changed(deployment, serving={"api_key_file": str(tmp_path / "keys")})).problems
     assert (problem.where, problem.do) == ("serving.api_key_file", "leave it out, and check keys in a gateway")
-    (problem,) = backend().check(changed(deployment, serving={"tool_call_parser": "hermes"}))
+    (problem,) = backend().launch(changed(deployment, serving={"tool_call_parser": "hermes"})).problems
     assert "no tool call parser 'hermes'" in str(problem)
-    (problem,) = backend().check(changed(deployment, serving={"reasoning_parser": "deepseek-r2"}))
+    (problem,) = backend().launch(changed(deployment, serving={"reasoning_parser": "deepseek-r2"})).problems
     assert problem.do == "did you mean deepseek-r1?"
-    assert backend().check(changed(deployment, serving={"tool_call_parser": "glm47"})) == []
+    assert backend().launch(changed(deployment, serving={"tool_call_parser": "glm47"})).problems == []
 
 
 @pytest.mark.usefixtures("hub")
@@ -173,7 +173,7 @@ def test_where_no_number_is_given_the_drafters_context_decides() -> None:
     short = Deployment.model_validate({**fields, "hardware": {"gpu": "b200"}, "limits": {"max_model_len": 4096}})
     long = changed(short, limits={"max_model_len": 40960})
     assert [configuration(each)["max_batch_size"] for each in (short, long)] == [256, 64]
-    chosen = {choice.key: choice for choice in backend().preview(long, PREPARED).choices}
+    chosen = {choice.key: choice for choice in backend().launch(long).choices}
     assert chosen["limits.max_batch_size"].value == "64"
     assert "GiB" in chosen["limits.max_batch_size"].why
     off = Deployment.model_validate({**fields, "speculation": {"width": "off"}})
@@ -186,6 +186,6 @@ def test_another_method_of_speculation_is_shown_without_a_drafters_context(gpu: 
     fields = deployment.model_dump(exclude_unset=True, exclude={"drafter"})
     mtp = {"tensorrt-llm": {"speculative_config": {"decoding_type": "MTP", "max_draft_len": 1}}}
     alone = Deployment.model_validate({**fields, "hardware": {"gpu": gpu}, "engine_args": mtp})
-    chosen = {choice.key: choice for choice in backend().preview(alone, PREPARED).choices}
+    chosen = {choice.key: choice for choice in backend().launch(alone).choices}
     assert chosen["limits.max_batch_size"].value == "256"
     assert "drafter" not in chosen["limits.max_batch_size"].why

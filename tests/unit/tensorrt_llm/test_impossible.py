@@ -99,12 +99,12 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     [(4, "set it to 512 or more"), (64, "set it to 512 or more, or limits.max_batch_size to 4")],
 )
 def test_the_advice_on_too_few_rows_can_be_followed(rows: int, advice: str) -> None:
-    problems = backend().check(deployment(QWEN, {"limits.max_num_tokens": rows}))
+    problems = backend().launch(deployment(QWEN, {"limits.max_num_tokens": rows})).problems
     assert ("limits.max_num_tokens", advice) in [(problem.where, problem.do) for problem in problems]
 
 
 def assert_refused(wanted: Deployment, where: str, reason: str, release: str = "1.4") -> None:
-    problems = backend(release).check(wanted)
+    problems = backend(release).launch(wanted).problems
     matching = [problem for problem in problems if where in problem.where and reason in problem.what]
     assert matching, [str(problem) for problem in problems]
     assert all(problem.what and problem.where and problem.do for problem in problems)
@@ -120,9 +120,9 @@ def test_it_is_refused_with_the_reason(base: Changes, changes: Changes, where: s
 @pytest.mark.parametrize("base", [QWEN, OSS], ids=["qwen", "gpt-oss"])
 def test_the_deployments_that_they_were_made_from_are_possible(base: Changes) -> None:
     for release in ("1.3.0rc22", OLD, "1.4"):
-        assert backend(release).check(deployment(base, {})) == []
+        assert backend(release).launch(deployment(base, {})).problems == []
     assert_refused(deployment(base, {}), "TensorRT-LLM", "not supported with a drafter", "1.3.0rc21")
-    assert backend("1.2.1").check(deployment(base, {"speculation": {"width": "off"}})) == []
+    assert backend("1.2.1").launch(deployment(base, {"speculation": {"width": "off"}})).problems == []
 
 
 def test_a_release_is_read_from_its_version() -> None:
@@ -135,20 +135,20 @@ def test_a_release_is_read_from_its_version() -> None:
 @pytest.mark.usefixtures("hub")
 def test_the_arena_is_counted_to_the_byte_and_names_limits_that_fit() -> None:
     # 513 slots x 5 layers x (40960 + 16, in pages of 32) tokens x 8 heads x 128 x K and V x bf16 = 431 GB.
-    (problem,) = backend().check(deployment(QWEN, LONG))
+    (problem,) = backend().launch(deployment(QWEN, LONG)).problems
     assert f"{513 * 5 * (40960 + 32) * 8 * 128 * 2 * 2 / 2**30:.1f} GiB" in problem.what
     batch, length = (int(part.split(" to ")[1]) for part in problem.do.removeprefix("lower ").split(" or "))
-    assert backend().check(deployment(QWEN, {**LONG, "limits.max_batch_size": batch})) == []
-    assert backend().check(deployment(QWEN, {**LONG, "limits.max_model_len": length})) == []
-    assert backend().check(deployment(QWEN, {**LONG, "limits.max_batch_size": batch + 1})) != []
+    assert backend().launch(deployment(QWEN, {**LONG, "limits.max_batch_size": batch})).problems == []
+    assert backend().launch(deployment(QWEN, {**LONG, "limits.max_model_len": length})).problems == []
+    assert backend().launch(deployment(QWEN, {**LONG, "limits.max_batch_size": batch + 1})).problems != []
 
 
 @pytest.mark.usefixtures("hub")
 def test_with_16_bit_kv_the_context_lies_in_the_pool_and_is_reserved_nowhere_else() -> None:
     """#18343: in 1.4, with TRTLLM attention; before it, and with FP8 K/V, it is an arena beside the pool."""
     wanted = deployment(QWEN, {**LONG, "kv_cache.dtype": "auto"})
-    assert backend().check(wanted) == []
-    assert "drafter's context needs" in backend(OLD).check(wanted)[0].what
+    assert backend().launch(wanted).problems == []
+    assert "drafter's context needs" in backend(OLD).launch(wanted).problems[0].what
 
 
 @pytest.mark.usefixtures("hub")
@@ -170,8 +170,8 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("odd", ODD)
 def test_a_property_that_upstreams_drafter_silently_ignores_needs_ours(odd: str, tmp_path: Path) -> None:
     wanted = tiny_deployment(tmp_path, tiny_drafter_config(**ODD[odd]))
-    assert backend().check(wanted) == []
-    (problem,) = backend(OLD).check(wanted)
+    assert backend().launch(wanted).problems == []
+    (problem,) = backend(OLD).launch(wanted).problems
     assert "would silently ignore" in problem.what
     assert odd in problem.what
 
@@ -197,7 +197,7 @@ def test_heads_are_served_by_the_releases_that_have_them(
     """modeling_dspark.py @661c857 raises for gated and rnn heads; modeling_dflash.py asks for all of DFlash2's keys."""
     wanted = tiny_deployment(tmp_path, tiny_drafter_config(**HEADS[heads], **odd))
     for release, reason in verdicts.items():
-        problems = backend(release).check(wanted)
+        problems = backend(release).launch(wanted).problems
         assert problems == [] if reason is None else reason in problems[0].what, (release, problems)
 
 
@@ -205,11 +205,11 @@ def test_heads_are_served_by_the_releases_that_have_them(
 def test_a_target_whose_class_makes_no_drafter_is_refused_and_served_without(family: str, tmp_path: Path) -> None:
     wanted = tiny_deployment(tmp_path, tiny_drafter_config())
     edit_json(tmp_path / "target" / "config.json", {"model_type": "mistral_large_3"})
-    assert backend().check(wanted) == [], "another class, whose name begins alike"
+    assert backend().launch(wanted).problems == [], "another class, whose name begins alike"
     edit_json(tmp_path / "target" / "config.json", {"model_type": family})
-    (problem,) = backend().check(wanted)
+    (problem,) = backend().launch(wanted).problems
     assert f"'{family}' makes no drafter" in problem.what
-    assert backend().check(changed(wanted, speculation={"width": "off"})) == []
+    assert backend().launch(changed(wanted, speculation={"width": "off"})).problems == []
 
 
 def test_no_fp8_or_nvfp4_part_on_a_device_is_cut_through_its_blocks(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_no_fp8_or_nvfp4_part_on_a_device_is_cut_through_its_blocks(tmp_path: Pa
     wanted = tiny_deployment(tmp_path, config)
     shutil.rmtree(tmp_path / "drafter")
     write_quantized_drafter(tmp_path / "drafter", "fp8", config)
-    assert backend().check(wanted) == []
-    (problem,) = backend().check(changed(wanted, parallel={"tensor": 2}, hardware={"count": 2}))
+    assert backend().launch(wanted).problems == []
+    (problem,) = backend().launch(changed(wanted, parallel={"tensor": 2}, hardware={"count": 2})).problems
     assert "8 K/V rows of the drafter on a device are no multiple of 16" in problem.what
     assert problem.do.startswith("use fewer devices")
 
@@ -229,24 +229,24 @@ def test_fewer_devices_than_one_are_not_advised(tmp_path: Path) -> None:
     wanted = tiny_deployment(tmp_path, config)
     shutil.rmtree(tmp_path / "drafter")
     write_quantized_drafter(tmp_path / "drafter", "fp8", config)
-    (problem,) = backend().check(wanted)
+    (problem,) = backend().launch(wanted).problems
     assert (problem.where, problem.do) == ("drafter", "use the bf16 drafter")
 
 
 def test_prefix_caching_is_possible_where_a_tail_is_computed_again(tmp_path: Path) -> None:
     """A drafter of windows alone needs just its window; another one as much as the user says."""
     reused = changed(tiny_deployment(tmp_path, tiny_drafter_config()), kv_cache={"block_reuse": True})
-    (problem,) = backend().check(reused)
+    (problem,) = backend().launch(reused).problems
     assert "context_recompute_tail" in problem.do
     for tail in (64, -1):  # -1 is the whole prompt
         told = changed(reused, **arguments(speculative_config={"context_recompute_tail": tail}))
         assert configuration(told)["enable_chunked_prefill"] is True, "else upstream silently computes none again"
     at_once = arguments(speculative_config={"context_recompute_tail": 64}, enable_chunked_prefill=False)
-    (problem,) = backend().check(changed(reused, **at_once))
+    (problem,) = backend().launch(changed(reused, **at_once)).problems
     assert problem.where == "engine_args.tensorrt-llm.enable_chunked_prefill"
     (tmp_path / "windows").mkdir()
     windowed = tiny_deployment(tmp_path / "windows", tiny_drafter_config(layers=(SLIDING, SLIDING)))
     reused = changed(windowed, kv_cache={"block_reuse": True})
-    assert backend().check(reused) == []
-    assert backend().resolve(reused).recompute_tail == SLIDING.window
-    assert backend(OLD).check(reused) != []
+    assert backend().launch(reused).problems == []
+    assert backend().launch(reused).recompute_tail == SLIDING.window
+    assert backend(OLD).launch(reused).problems != []

@@ -34,7 +34,7 @@ from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, ti
 def test_a_drafter_becomes_a_folder_that_upstream_reads(tmp_path: Path) -> None:
     config = tiny_drafter_config()
     deployment = tiny_deployment(tmp_path, config, "speculators")
-    backend().prepare(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     raw = json.loads((draft / "config.json").read_text())
     assert (raw["architectures"], raw["model_type"]) == (["DFlashDraftModel"], "qwen3")
@@ -43,7 +43,7 @@ def test_a_drafter_becomes_a_folder_that_upstream_reads(tmp_path: Path) -> None:
     written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert written["speculative_config"]["speculative_model"] == str(draft)
     assert written["speculative_config"]["max_draft_len"] == 3
-    command = backend().command(deployment, tmp_path / "out")
+    command = backend().launch(deployment).command(tmp_path / "out")
     assert "--custom_module_dirs" not in command.argv
     assert command.env == {}
 
@@ -56,7 +56,7 @@ def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Pa
     path = write_quantized_drafter(tmp_path / "drafter", "fp8", config) / "model.safetensors"
     state = load_file(path)
     save_file({f"model.{name}": tensor for name, tensor in state.items()}, path)
-    backend().prepare(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     written = load_file(draft / "model.safetensors")
     assert written.keys() == state.keys()
@@ -68,8 +68,8 @@ def test_a_prefixed_quantised_checkpoint_is_renamed_with_its_scales(tmp_path: Pa
 def test_the_columns_of_fc_follow_the_order_in_which_features_are_captured(tmp_path: Path) -> None:
     config = tiny_drafter_config(target_layer_ids=(5, 1, 3))
     deployment = tiny_deployment(tmp_path, config)
-    backend().prepare(deployment, tmp_path / "out")
-    assert "--custom_module_dirs" not in backend().command(deployment, tmp_path / "out").argv
+    backend().launch(deployment).prepare(tmp_path / "out")
+    assert "--custom_module_dirs" not in backend().launch(deployment).command(tmp_path / "out").argv
     assert configuration(deployment)["speculative_config"]["target_layer_ids"] == [1, 3, 5]
     draft = tmp_path / "out" / "draft"
     assert read_config(draft)[0] == config.model_copy(update={"target_layer_ids": (1, 3, 5)})
@@ -99,7 +99,7 @@ def test_a_drafter_takes_the_number_format_of_its_target(
     edit_json(tmp_path / "target" / "config.json", {"dtype": target})
     shutil.rmtree(tmp_path / "drafter")
     write_tiny_drafter(tmp_path / "drafter", config, dtype=stored)
-    backend().prepare(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     assert {tensor.dtype for tensor in load_file(draft / "model.safetensors").values()} == {getattr(torch, written)}
     assert json.loads((draft / "config.json").read_text())["dtype"] == written
@@ -110,8 +110,8 @@ def test_an_odd_drafter_brings_our_package_and_tells_workers_where_it_is(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     deployment = tiny_deployment(tmp_path, tiny_drafter_config(embedding_scale=2.0))
-    backend().prepare(deployment, tmp_path / "out")
-    command = backend().command(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
+    command = backend().launch(deployment).command(tmp_path / "out")
     package = Path(command.argv[command.argv.index("--custom_module_dirs") + 1])
     assert "register('Qwen3ForCausalLM', __name__, 'ours')" in (package / "__init__.py").read_text()
     assert command.env == {"PYTHONPATH": f"{package.parent}:/elsewhere"}
@@ -122,7 +122,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "out" / "draft" / "precious"
     precious.mkdir(parents=True)
     with pytest.raises(UserError, match="not written by us"):
-        backend().prepare(deployment, tmp_path / "out")
+        backend().launch(deployment).prepare(tmp_path / "out")
     assert precious.exists()
 
 
@@ -132,8 +132,8 @@ def test_windows_that_see_both_ways_are_said_in_upstreams_words(
 ) -> None:
     """1.4's own drafter has them, so ours is not needed; by its own rules it reads the layers that were meant."""
     deployment = tiny_deployment(tmp_path, tiny_drafter_config(layers=layers))
-    backend().prepare(deployment, tmp_path / "out")
-    assert "--custom_module_dirs" not in backend().command(deployment, tmp_path / "out").argv
+    backend().launch(deployment).prepare(tmp_path / "out")
+    assert "--custom_module_dirs" not in backend().launch(deployment).command(tmp_path / "out").argv
     raw = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
     assert READERS["tensorrt-llm"](raw).layers == layers
 
@@ -150,7 +150,7 @@ def test_drafters_with_heads_are_said_in_upstreams_words(heads: str, kernels: st
     layers = (SLIDING_BOTH_WAYS,) * 2 if heads == "DFlash2" else (FULL, FULL)
     config = tiny_drafter_config(layers=layers, **HEADS[heads], target_layer_ids=(5, 1, 3))
     deployment = changed(tiny_deployment(tmp_path, config), hardware={"gpu": "b200"})
-    backend().prepare(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
     draft = tmp_path / "out" / "draft"
     raw, stored = json.loads((draft / "config.json").read_text()), load_file(draft / "model.safetensors")
     written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["speculative_config"]
@@ -184,7 +184,7 @@ def test_keys_and_values_in_the_targets_own_type_are_not_named(dtype: str, writt
 def test_the_attention_follows_release_and_gpu(release: str, gpu: str, kernels: str | None, tmp_path: Path) -> None:
     """Before #16914 the key itself is unknown, and every release would refuse it. TRTLLM alone needs no package."""
     deployment = changed(tiny_deployment(tmp_path, tiny_drafter_config()), hardware={"gpu": gpu})
-    notes = " ".join(backend(release).preview(deployment, tmp_path / "out").notes)
+    notes = " ".join(backend(release).launch(deployment).notes)
     assert ("package flash-attn beside" in notes) == (kernels in (None, "VANILLA"))
     assert ("package flash-attn-4 (flash_attn.cute) beside" in notes) == (kernels == "FA4")
     assert configuration(deployment, release)["speculative_config"].get("attention_backend") == kernels
@@ -204,10 +204,10 @@ def test_a_quantised_drafter_takes_upstreams_fast_path(format: Format, tmp_path:
     shutil.rmtree(tmp_path / "drafter")
     write_quantized_drafter(tmp_path / "drafter", format, config)
     assert configuration(deployment)["speculative_config"]["attention_backend"] == "TRTLLM"
-    backend().prepare(deployment, tmp_path / "out")
+    backend().launch(deployment).prepare(tmp_path / "out")
     package = (tmp_path / "out" / "dflash_serve_drafter" / "__init__.py").read_text()
     assert "register('Qwen3ForCausalLM', __name__, 'dequantised context')" in package
-    shown = backend().preview(deployment, tmp_path / "out")
+    shown = backend().launch(deployment)
     assert {choice.key: choice.value for choice in shown.choices}["drafter implementation"] == (
         "TensorRT-LLM's own, with a context K/V of ours"
     )

@@ -45,14 +45,14 @@ def test_every_value_of_a_recipes_configuration_is_one_that_its_release_takes(
     ours = {key: value for key, value in fields.items() if key in LlmArgs.model_fields}
     assert fields.keys() - ours.keys() <= set(OTHER_CONFIG)
     assert LlmArgs.model_validate(ours).model_dump(exclude_unset=True, mode="json") == ours
-    assert ours["speculative_config"]["max_draft_len"] == backend(release).resolve(recipe(name)).block_size - 1
+    assert ours["speculative_config"]["max_draft_len"] == backend(release).launch(recipe(name)).block_size - 1
 
 
 def row(deployment: Deployment, release: str) -> str:
     """Command and configuration by value, or the reason of a refusal."""
-    if problems := backend(release).check(deployment):
+    if problems := backend(release).launch(deployment).problems:
         return f"refused: {problems[0].what}"
-    command = backend(release).command(deployment, PREPARED)
+    command = backend(release).launch(deployment).command(PREPARED)
     return f"{shlex.join(command.argv)} | {json.dumps(configuration(deployment, release))}"
 
 
@@ -67,7 +67,7 @@ def test_two_nodes_are_started_by_srun(recipe: Callable[[str], Deployment]) -> N
     parallel = {"tensor": 16, "expert": 16, "nodes": 2, "attention_data": True}
     wide = changed(recipe("gpt-oss-120b-b200"), parallel=parallel, hardware={"count": 16})
     assert configuration(wide)["gpus_per_node"] == 8
-    argv = backend().command(wide, PREPARED).argv
+    argv = backend().launch(wide).command(PREPARED).argv
     assert argv[:6] == ("srun", "--mpi=pmix", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "trtllm-llmapi-launch")
 
 

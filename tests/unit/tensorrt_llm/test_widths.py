@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.speculation.costs import CostModel
-from dflash_tensorrt_llm.launch_plan import draft_lengths, starving_from
+from dflash_tensorrt_llm.settings import draft_lengths, starving_from
 from dflash_tensorrt_llm.upstream import LlmArgs
 from tests.support.tiny import tiny_drafter_config
-from tests.unit.tensorrt_llm.conftest import PREPARED, backend, changed, configuration, tiny_deployment
+from tests.unit.tensorrt_llm.conftest import backend, changed, configuration, tiny_deployment
 
 MEASURED = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05)
 FLAT_THEN_STEEP = CostModel(target={1: 1.0, 16: 1.0, 512: 32.0}, draft={1: 0.05, 64: 0.1})
@@ -75,7 +75,7 @@ def test_auto_is_a_table_by_batch_size_in_which_each_width_is_what_pays(deployme
 @pytest.mark.usefixtures("costs")
 def test_by_default_it_is_the_same_table_and_the_dry_run_says_so(deployment: Deployment) -> None:
     assert speculative(deployment) == speculative(asking(deployment, "auto"))
-    told = backend().preview(deployment, PREPARED)
+    told = backend().launch(deployment)
     (chosen,) = (choice for choice in told.choices if choice.key == "speculation.width")
     assert chosen.value.startswith("auto (")
     assert "slots up to 256 requests" in chosen.value
@@ -122,16 +122,16 @@ def test_a_table_that_stops_drafting_is_seen(schedule: dict[int, int], batch: in
 
 def test_the_users_own_table_that_starves_the_drafter_is_a_note(deployment: Deployment) -> None:
     asked = asking(deployment, "auto", engine_args=users_table({4: BLOCK - 1, 32: 1}))
-    notes = backend().preview(asked, PREPARED).notes
+    notes = backend().launch(asked).notes
     assert any(note.startswith("from 33 requests on nothing is drafted") for note in notes)
 
 
 def test_without_costs_auto_is_the_whole_block_and_a_note_whether_it_is_written_or_not(deployment: Deployment) -> None:
     written = asking(deployment, "auto")
-    assert backend().check(written) == backend().check(deployment) == []
+    assert backend().launch(written).problems == backend().launch(deployment).problems == []
     assert speculative(written) == speculative(deployment)
-    notes = backend().preview(written, PREPARED).notes
-    assert notes == backend().preview(deployment, PREPARED).notes
+    notes = backend().launch(written).notes
+    assert notes == backend().launch(deployment).notes
     (note,) = (note for note in notes if "slots in every step, whatever that costs" in note)
     assert "give DFLASH_SERVE_COST_TABLE and DFLASH_SERVE_SURVIVAL" in note
 
@@ -156,5 +156,5 @@ def test_costs_that_cannot_be_read_are_a_problem(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str
 ) -> None:
     monkeypatch.setenv(name, text)
-    (problem,) = backend().check(deployment)
+    (problem,) = backend().launch(deployment).problems
     assert said in problem.what

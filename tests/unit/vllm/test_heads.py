@@ -31,7 +31,7 @@ def deployed(folder: Path, heads: dict[str, Any], **more: Any) -> Deployment:
 
 
 def whats(deployment: Deployment) -> str:
-    found = VLLMBackend().check(deployment)
+    found = VLLMBackend().launch(deployment).problems
     assert all("\n" not in str(problem) and problem.do for problem in found)
     return "\n".join(map(str, found))
 
@@ -51,7 +51,7 @@ def test_method_form_and_width_follow_the_heads_and_the_drafter_stays_the_same(
     name: str, method: str, architecture: str, whole: bool, tmp_path: Path
 ) -> None:
     deployment, folder = deployed(tmp_path, dict(HEADS[name])), tmp_path / "prepared"
-    launch = VLLMBackend().resolve(deployment)
+    launch = VLLMBackend().launch(deployment)
     assert launch.problems == []
     launch.prepare(folder)
     written, given = open_checkpoint(folder / "draft"), open_checkpoint(tmp_path / "drafter")
@@ -67,11 +67,11 @@ def test_method_form_and_width_follow_the_heads_and_the_drafter_stays_the_same(
     assert (told["method"], told["num_speculative_tokens"]) == (method, 7), "B - 1, whatever the slots"
     assert ("num_speculative_tokens_per_batch_size" not in told) is whole
     assert ("--scheduler-cls" not in argv) is whole
-    trimmed = VLLMBackend().resolve(deployment.model_copy(update={"hardware": Hardware(gpu="h100")})).command(folder)
+    trimmed = VLLMBackend().launch(deployment.model_copy(update={"hardware": Hardware(gpu="h100")})).command(folder)
     told = json.loads(dict(pairwise(trimmed.argv))["--speculative-config"])
     assert told["enable_adaptive_verification"] is True
     assert ("num_speculative_tokens_per_batch_size" not in told) is whole
-    choice = {choice.key: choice for choice in launch.preview(folder).choices}["speculation.width"]
+    choice = {choice.key: choice for choice in launch.choices}["speculation.width"]
     assert (choice.value == "8") is whole
     assert ("whole blocks, the width never changes" in choice.why) is whole
 
@@ -113,7 +113,7 @@ def test_heads_of_the_second_model_runner_are_refused_on_a_cpu(
 def test_a_reduced_vocabulary_runs_on_a_cpu_with_our_widths(tmp_path: Path) -> None:
     deployment = deployed(tmp_path, dict(HEADS["reduced vocabulary"]), hardware={"gpu": "none"})
     assert whats(deployment) == ""
-    assert "--scheduler-cls" in VLLMBackend().command(deployment, tmp_path).argv
+    assert "--scheduler-cls" in VLLMBackend().launch(deployment).command(tmp_path).argv
 
 
 @pytest.mark.parametrize(("width", "fine"), [(3, False), (8, True), ("auto", True), ("off", True)])

@@ -37,14 +37,14 @@ def deployed(fields: dict[str, Any], **more: Any) -> Deployment:
 
 
 def whats(fields: dict[str, Any], **more: Any) -> str:
-    found = VLLMBackend().check(deployed(fields, **more))
+    found = VLLMBackend().launch(deployed(fields, **more)).problems
     assert all(problem.what and problem.where and problem.do for problem in found)
     return "\n".join(map(str, found))
 
 
 def flags(fields: dict[str, Any], **more: Any) -> dict[str, str]:
     """Flag -> value; "" where it takes none."""
-    argv = VLLMBackend().command(deployed(fields, **more), Path("/prepared")).argv[5:]
+    argv = VLLMBackend().launch(deployed(fields, **more)).command(Path("/prepared")).argv[5:]
     pairs = zip(argv, [*argv[1:], "--"], strict=True)
     return {word: "" if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
@@ -267,7 +267,7 @@ def test_auto_lets_vllm_trim_drafted_blocks_where_it_can_and_says_who_decides(
     assert len(config["num_speculative_tokens_per_batch_size"]) == (4 if reason else 1)
     assert reason or config["num_speculative_tokens_per_batch_size"] == [[1, batch, 7]]
     assert "--scheduler-cls" in flags(fields, **more), "vLLM cannot stop drafting, our scheduler can"
-    told = VLLMBackend().preview(deployed(fields, **more), tmp_path)
+    told = VLLMBackend().launch(deployed(fields, **more))
     (chosen,) = (choice for choice in told.choices if choice.key == "speculation.width")
     assert chosen.value == "auto"
     assert (reason or "verifies those slots that pay (adaptive verification); our scheduler") in chosen.why
@@ -285,7 +285,7 @@ def test_costs_of_whole_blocks_keep_vllm_from_trimming(
 
 def test_a_number_of_requests_is_that_of_all_copies_together(fields: dict[str, Any]) -> None:
     copies = deployed(fields, hardware__count=8, parallel__data=8, limits__max_batch_size=1536)
-    argv = VLLMBackend().command(copies, Path("/prepared")).argv
+    argv = VLLMBackend().launch(copies).command(Path("/prepared")).argv
     assert argv[argv.index("--max-num-seqs") + 1] == "192"
 
 
@@ -347,13 +347,13 @@ def test_costs_and_a_survival_give_a_static_schedule_without_a_scheduler_of_ours
 
 
 def test_a_preview_says_what_is_chosen_and_what_follows(fields: dict[str, Any], tmp_path: Path) -> None:
-    told = VLLMBackend().preview(deployed(fields), tmp_path)
+    told = VLLMBackend().launch(deployed(fields))
     chosen = {choice.key: choice for choice in told.choices}
     assert chosen["limits.max_batch_size"].value == "256"
     assert "our scheduler inside vLLM chooses 1, 2, 4, 8" in chosen["speculation.width"].why
-    assert [file.name for file in told.files] == ["draft/config.json", "draft/model.safetensors"]
+    assert [file.name for file in told.files(tmp_path)] == ["draft/config.json", "draft/model.safetensors"]
     assert any("min_p" in note for note in told.notes)
-    narrow = VLLMBackend().preview(deployed(fields, speculation__width=3), tmp_path)
+    narrow = VLLMBackend().launch(deployed(fields, speculation__width=3))
     assert "below a whole block vLLM drafts without CUDA graphs; speculation.block_size: 3 has them" in narrow.notes
-    plain = VLLMBackend().preview(deployed(fields, speculation__width="off"), tmp_path)
-    assert (plain.files, plain.notes) == ([], [])
+    plain = VLLMBackend().launch(deployed(fields, speculation__width="off"))
+    assert (plain.files(tmp_path), plain.notes) == ([], [])

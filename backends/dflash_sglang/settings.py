@@ -1,4 +1,4 @@
-"""`SGLangPlan`: a deployment, its target and its drafter, and the settings of SGLang that follow from them.
+"""`SGLangSettings`: a deployment, its target and its drafter, and the settings of SGLang that follow from them.
 
 SGLang 0.5.23 serves heads by `models/dflash.py` (plain, convolutions, DFlash2) and `models/dspark.py` (a Markov head of
 any kind, both slot conventions). Neither knows a reduced vocabulary; DSPARK always builds a Markov head.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from dflash_serve.adapter.launch import LaunchPlan
+from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
+
+from .facts import FACTS
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
@@ -83,13 +84,18 @@ def asked_width(environment: Mapping[str, str] = os.environ) -> int | None:
     raise UserError(what, where=WIDTH_VARIABLE, do="correct it; without speculation, leave --speculative-algorithm out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SGLangPlan(LaunchPlan):
-    """A launch of SGLang.
+class SGLangSettings(EngineLaunch):
+    """A launch of SGLang, as far as its checks need it.
 
     SGLang's drafter has a K/V entry for every entry of the target (one index space): its pool grows with the target's
     (sglang#40665), so `memory` counts both per token.
     """
+
+    name = "sglang"
+    title = FACTS.title
+    one_key = True
+    loggers = ("sglang",)
+    logging_variable = "SGLANG_LOGGING_CONFIG_PATH"
 
     @property
     def algorithm(self) -> str | None:

@@ -1,4 +1,4 @@
-"""`TensorRTLLMPlan`: a deployment and the settings that follow from the files of target and drafter.
+"""`TensorRTLLMSettings`: a deployment and the settings that follow from the files of target and drafter.
 
 The drafter's context arena surprised users with 80 GB (issue #16005). The worker holds K/V of every context token of
 every request, densely: entries x layers x (max_seq_len + B) x 2 x K/V heads x head_dim, one entry more than the batch,
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dflash_serve.adapter.arguments import EngineArgs
-from dflash_serve.adapter.launch import LaunchPlan
+from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.checkpoint.config import DrafterConfig, Heads, context_bytes
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.source import recorded_survival
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL, given_cost, given_survival
 
+from .facts import FACTS
 from .upstream import FA4_ATTENTION, FROM_1_4, NEWEST, TRTLLM_ATTENTION, Release
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ ours, for properties that its own would get wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRTLLMPlan(LaunchPlan):
-    """A launch of TensorRT-LLM."""
+class TensorRTLLMSettings(EngineLaunch):
+    """A launch of TensorRT-LLM, as far as its checks need it."""
+
+    name = "tensorrt-llm"
+    title = FACTS.title
 
     release: Release = NEWEST
 

@@ -1,4 +1,4 @@
-"""`VLLMPlan`: a deployment, its target and its drafter, and the settings of vLLM that follow from them.
+"""`VLLMSettings`: a deployment, its target and its drafter, and the settings of vLLM that follow from them.
 
 `static_schedule` is a table of widths that vLLM follows without any code of ours in it: it depends on the load, and
 neither on requests nor on the machine (`dflash_serve.deployment`, `speculation.allocation`).
@@ -11,18 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dflash_serve.adapter.launch import LaunchPlan
+from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.checkpoint.config import BF16, weight_bytes
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import given_cost, given_survival
 
 from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
-from .facts import RELEASES
+from .facts import FACTS, RELEASES
 
 if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
@@ -47,9 +46,13 @@ UNIFORM_ATTENTION = ("Llama4", "MiniMaxM3")
 GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VLLMPlan(LaunchPlan):
-    """A launch of vLLM."""
+class VLLMSettings(EngineLaunch):
+    """A launch of vLLM, as far as its checks need it."""
+
+    name = "vllm"
+    title = FACTS.title
+    loggers = ("vllm", "uvicorn", "uvicorn.access", "uvicorn.error")
+    logging_variable = "VLLM_LOGGING_CONFIG_PATH"
 
     @property
     def max_batch_size(self) -> int:
