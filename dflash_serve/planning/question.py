@@ -190,7 +190,7 @@ class PlanQuestion:
         return found
 
     def step_times(self, split: Split) -> tuple[StepTimes, str | None]:
-        """As `priced`."""
+        """Step times of one copy, and why they are not from operator tables (None: they are)."""
         return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
 
     def _split_problems(self, tensor: int) -> Iterator[str]:

@@ -59,7 +59,7 @@ class Choices:
         return tokens if self.order is not None else tokens[..., self.rows // self.requests - 1]
 
     def widths(self, choice: int) -> Integers:
-        """[N]."""
+        """[N]: the width of each request in one of the choices."""
         if self.order is None:
             return np.full(self.requests, self.rows[choice] // self.requests)
         slots = len(self.order) // self.requests

@@ -158,5 +158,5 @@ class LearntCosts(BaseModel):
 
     @classmethod
     def of_unit(cls, seconds: float) -> LearntCosts:
-        """Nothing but how long the unit of the costs is."""
+        """Corrections of a model with costs in another unit, of `seconds` each; nothing else is known."""
         return cls(mean=[log(seconds)] * 2 * NODES)

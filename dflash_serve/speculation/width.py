@@ -15,32 +15,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 from operator import ge
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_serve.speculation.allocation import choices_of
+from dflash_serve.speculation.allocation import Choices, choices_of
 from dflash_serve.speculation.costs import NO_CONTEXT, NODES, Context, CostModel, Floats, Integers, LearntCosts
 from dflash_serve.speculation.policy import Step
 
-# [Half, twice: change of auto / best fixed width in 100 and 500 steps, per mille; 36 tuning situations; 2 is noise.]
-START = 2.5  # Balance at first; a useless drafter loses all of it. [+0.6 +0.1, +1.1 -0.1]
-DEBT = 6.0  # Largest overdraft, and largest balance. [-1.5 -2.3, -0.2 -0.1]
-REFILL = 0.003  # Share of steps to learn with; rates that differ by less count as equal. [-0.9 +0.3, -0.6 -1.5]
-TRIALS = 0.75  # Largest budget of trials of choices that are slower as known. [-5.4 -6.6, +0.1 +0.0]
-LEAST_GAIN = 0.015  # Storing context features costs 1.5 % of a step (measured over HTTP). [+1.2 +0.8, -4.4 -1.3]
-HOLD = 8  # Most steps for which a decision stands. [+0.9 +0.1, -4.4 -0.3]
-HOLD_SECONDS = 0.1  # A decision takes 0.1 to 0.3 ms, at most 0.3 % of this. [+1.3 +0.0, -3.4 -1.6]
-PAUSE_AFTER = 256  # Tokens without a draft before a pause: 16 steps of 16 requests. Not simulated: features are free.
-PRIOR = 0.73  # Acceptance of slot 1 of an unknown drafter. [-3.1 -1.0; for 0.865 -1.7 -2.1]
-NEIGHBOUR_TESTS = 10.0  # Most tests that a slot's acceptance counts as for the next slot. [-1.6 -1.4, -2.8 -0.7]
-OFFSET_SPREAD = 0.6  # Standard deviation of requests' offsets. [-4.4 -12.0, +0.4 +0.1]
-SPREAD = 0.2  # Standard deviation of corrections: calibrations are some 20 % off. [-1.0 -1.3, +1.1 -1.3]
-NOISE = 0.05  # Standard deviation of log(a step's time), before any is known. [-0.1 -0.7, -1.6 -2.1]
-SURPRISE = 3.0  # Standard deviations from which a step's time is surprising. [-6.1 -1.1, +0.0 -0.4]
-MEMORY = 1000.0  # Steps after which what was learnt has 1/e of its weight. [+0.0 -1.1, +1.4 -0.9]
+# Chosen in simulated situations. Half and twice of each: docs/benchmarks.md, "The width policy, simulated".
+START = 2.5  # steps: the budget's first balance, all of which a useless drafter loses
+DEBT = 6.0  # steps: largest overdraft, and largest balance
+REFILL = 0.003  # share of steps to learn with; rates that differ by less count as equal
+TRIALS = 0.75  # steps: largest budget of trials of choices that are slower as known
+LEAST_GAIN = 0.015  # storing context features costs 1.5 % of a step (measured over HTTP)
+HOLD = 8  # most steps for which a decision stands
+HOLD_SECONDS = 0.1  # a decision takes 0.1 to 0.3 ms, at most 0.3 % of this
+PAUSE_AFTER = 256  # tokens without a draft before a pause: 16 steps of 16 requests; not simulated
+PRIOR = 0.73  # acceptance of slot 1 of an unknown drafter
+NEIGHBOUR_TESTS = 10.0  # most tests that a slot's acceptance counts as for the next slot
+OFFSET_SPREAD = 0.6  # standard deviation of requests' offsets, in log-odds
+SPREAD = 0.2  # standard deviation of corrections: calibrations are some 20 % off
+NOISE = 0.05  # standard deviation of log(a step's time), before any is known
+SURPRISE = 3.0  # standard deviations from which a step's time is surprising
+MEMORY = 1000.0  # steps after which what was learnt has 1/e of its weight
 
 
 class AcceptanceEstimate:
@@ -216,6 +217,18 @@ class Budget:
         return max(0.0, min(self.balance, self.trials)) if self.has_drafted else DEBT
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """Expectations of M choices of widths, the first of which is off. A step without a draft is 1; [M] each."""
+
+    choices: Choices
+    seconds: Floats
+    cost: Floats  # time of a step
+    rate: Floats  # tokens of a request / cost; of off LEAST_GAIN more, which a draft must exceed
+    hoped: Floats  # rate if acceptance is one standard error better than known; 0 of off
+    loss: Floats  # cost - tokens, if it is one standard error worse
+
+
 class AutoWidth:
     """The `WidthPolicy` of `width: auto`.
 
@@ -308,34 +321,48 @@ class AutoWidth:
 
     def _decide(self, ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> None:
         """For requests that can be drafted for; where none can, as if all could: is it worth waiting for others?"""
-        requests, none_can = len(ids), len(undraftable) == len(ids)
-        survival = self.acceptance.survival(ids, (0.0, 1.0, -1.0))
-        if undraftable and not none_can:
+        none_can, cools = len(undraftable) == len(ids), self.paused and self._cooldown > 0
+        forecast = self._forecast(ids, () if none_can else undraftable, context)
+        allowed = self.budget.allowed(forecast.loss, forecast.rate)
+        allowed[1:] &= not (cools and none_can)
+        best = int((forecast.rate * allowed).argmax())
+        price = (1 - forecast.rate / forecast.rate[best]) * forecast.cost
+        payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
+        choice, self._is_trial = self._choose(forecast, best, payable)
+        choices, requests = forecast.choices, len(ids)
+        self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
+        self._cost_of = {(requests, sum(self._widths), int(choices.drafted[choice])): float(forecast.cost[choice])}
+        most = HOLD if self.paused and not choice else min(HOLD, 1 + int(HOLD_SECONDS / forecast.seconds[choice]))
+        self._left = 1 if self._is_trial else most
+
+    def _forecast(self, ids: list[Hashable], undraftable: Collection[Hashable], context: Context) -> Forecast:
+        survival = self.acceptance.survival(ids, (0.0, 1.0, -1.0))  # as known, and one standard error better and worse
+        if undraftable:
             survival[:, [request_id in undraftable for request_id in ids]] = 0.0
         choices = choices_of(survival[0], self.allowed_widths)
         seconds = self.times.of_steps(choices.rows, choices.drafted, context)
-        cost, tokens = seconds / seconds[0], choices.tokens(survival) / requests  # [M]; [3, M], of each request
-        rate, hoped = tokens[:2] / cost
+        cost, (known, better, worse) = seconds / seconds[0], choices.tokens(survival) / len(ids)
+        rate, hoped = known / cost, better / cost
         rate[0], hoped[0] = 1 + LEAST_GAIN, 0.0
-        allowed = self.budget.allowed(cost - tokens[2], rate)
-        cools = self.paused and self._cooldown > 0
-        allowed[1:] &= not (cools and none_can)
-        best, wish = int((rate * allowed).argmax()), int(hoped.argmax())
-        error, settled = self.times.uncertainty(requests, int(choices.rows[best or wish]))
-        wish = wish if best or hoped[wish] * exp(error) > rate[0] else 0  # times may be better than known, too
-        price = (1 - rate / rate[best]) * cost
-        payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
-        payable &= rate >= (1 - REFILL) * rate[best] * (best > 0)  # off is left for anything that is payable
-        self._narrow, choice, self._is_trial = not self._narrow, best, False
+        return Forecast(choices, seconds, cost, rate, hoped, cost - worse)
+
+    def _choose(self, forecast: Forecast, best: int, payable: NDArray[np.bool_]) -> tuple[int, bool]:
+        """The best choice, a narrower one as fast, or a wider one that may be faster; True where it is a trial."""
+        rate, hoped, choices = forecast.rate, forecast.hoped, forecast.choices
+        wish = int(hoped.argmax())
+        error, settled = self.times.uncertainty(choices.requests, int(choices.rows[best or wish]))
+        self._narrow = not self._narrow
+        # Off (choice 0) is left for anything that is payable.
+        payable = payable & (rate >= (1 - REFILL) * rate[best] * (best > 0))
         if best and self._narrow:
-            self._is_trial = log(rate[best] / rate[0]) < settled
-            choice = 0 if self._is_trial else 1 + int(np.argmax(payable[1:]))
-        elif len(wider := best + 1 + np.flatnonzero(payable[best + 1 : wish + 1])):
-            choice, self._is_trial = int(wider[-1]), not best
-        self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
-        self._cost_of = {(requests, sum(self._widths), int(choices.drafted[choice])): float(cost[choice])}
-        held = HOLD if self.paused and not choice else min(HOLD, 1 + int(HOLD_SECONDS / seconds[choice]))
-        self._left = 1 if self._is_trial else held
+            if log(rate[best] / rate[0]) < settled:
+                return 0, True
+            return 1 + int(np.argmax(payable[1:])), False
+        if best or hoped[wish] * exp(error) > rate[0]:  # times may be better than known, too
+            wider = best + 1 + np.flatnonzero(payable[best + 1 : wish + 1])
+            if len(wider):
+                return int(wider[-1]), not best
+        return best, False
 
 
 def _logistic(odds: Floats) -> Floats:
