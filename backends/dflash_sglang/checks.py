@@ -7,13 +7,13 @@ from math import isclose
 
 from dflash_serve.adapter.arguments import parser_problems
 from dflash_serve.adapter.checks import (
+    attention_head_problems,
     block_problems,
     check_pairing,
     device_problems,
     expert_block_problems,
     expert_problems,
     fraction_problems,
-    head_problems,
     key_problems,
     length_problems,
     measurement_problems,
@@ -30,8 +30,7 @@ from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
-from .settings import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangSettings
-from .settings import head_problems as drafter_head_problems
+from .settings import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangSettings, head_problems
 
 WITHOUT_KEYS, TOKENIZERS = ("grpc-mode", "smg-grpc-mode", "grpc-port"), "tokenizer-worker-num"
 OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
@@ -84,7 +83,7 @@ def problems(settings: SGLangSettings) -> list[Problem]:
 
 def _drafter_problems(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem]:
     yield from block_problems(settings.deployment, drafter)
-    yield from drafter_head_problems(drafter)
+    yield from head_problems(drafter)
     yield from _widths(settings)
     family, architecture = settings.target.shape.model_type, settings.target.architecture
     if architecture not in CAPTURING and not (drafter.markov and architecture in CAPTURING_FOR_DSPARK):
@@ -214,7 +213,7 @@ def _block_reuse(settings: SGLangSettings) -> Iterator[Problem]:
 
 def _heads(settings: SGLangSettings) -> Iterator[Problem]:
     if not settings.deployment.parallel.attention_data:
-        yield from head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
+        yield from attention_head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
 
 
 def _precision(settings: SGLangSettings) -> Iterator[Problem]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dflash_serve.adapter.checks import (
+    attention_head_problems,
     block_problems,
     check_pairing,
     device_problems,
-    head_problems,
     length_problems,
     unused_speculation,
 )
@@ -85,7 +85,7 @@ def _target_layout(settings: TensorRTLLMSettings) -> Iterator[Problem]:
         yield Problem(what, "parallel.expert", f"use a divisor of {target.experts}")
     if parallel.attention_data and parallel.tensor == 1:
         yield Problem("attention data parallelism on one device", "parallel.attention_data", "set it to false")
-    yield from head_problems(target, settings.drafter, settings.drafter_devices)
+    yield from attention_head_problems(target, settings.drafter, settings.drafter_devices)
     if settings.drafter is not None and settings.drafter.intermediate_size % settings.drafter_devices:
         columns = settings.drafter.intermediate_size
         what = f"the drafter's {columns} MLP columns do not split over {settings.drafter_devices} devices"

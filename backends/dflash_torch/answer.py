@@ -105,7 +105,7 @@ Item = Chunk | Exception | None
 cancelled and has left."""
 
 
-class Answer:
+class PendingAnswer:
     """The answer to one prompt, from its submission to its end.
 
     Args:
@@ -123,7 +123,7 @@ class Answer:
         index: int,
         token_ids: list[int],
         params: SamplingParams,
-        deliver: Callable[[Answer, Item], None],
+        deliver: Callable[[PendingAnswer, Item], None],
         *,
         grammar: Grammar | None = None,
         salt: str = "",

@@ -1,6 +1,6 @@
 """The embedded engine: prompts in, streamed text out, on this process's own device.
 
-One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `Answer`s; a step of the loop drops cancelled
+One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `PendingAnswer`s; a step of the loop drops cancelled
 answers, admits waiting ones, runs one step of the scheduler and delivers what it brought. `LLM` runs steps in its own
 thread while it reads a stream; the server's `EngineWorker` runs them in its own.
 """
@@ -34,7 +34,7 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from .answer import Answer, AnswerFailedError, Item, StepFailedError
+from .answer import AnswerFailedError, Item, PendingAnswer, StepFailedError
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
 from .request import KVCacheManager
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Faults of `faults.catalogue` used as negative controls: acceptance must drop under each.
+# Faults of `faults.kinds` used as negative controls: acceptance must drop under each.
 CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")
 
 
@@ -59,14 +59,14 @@ class EngineLoop:
 
     def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer
-        self.waiting: deque[Answer] = deque()
-        self.running: dict[int, Answer] = {}  # running answers by the id of their request
+        self.waiting: deque[PendingAnswer] = deque()
+        self.running: dict[int, PendingAnswer] = {}  # running answers by the id of their request
         self.failed_steps = 0  # steps that have failed since the last good one
         self.changed = threading.Condition()
         """Held while answers are added to or taken from `waiting`; notified by `submit` and `wake`."""
         self._in_step = False
 
-    def submit(self, answers: Sequence[Answer]) -> None:
+    def submit(self, answers: Sequence[PendingAnswer]) -> None:
         """Adds answers to the queue, from any thread."""
         with self.changed:
             self.waiting.extend(answers)
@@ -91,7 +91,7 @@ class EngineLoop:
         finally:
             self._in_step = False
 
-    def end(self, answers: Sequence[Answer]) -> None:
+    def end(self, answers: Sequence[PendingAnswer]) -> None:
         """Cancels answers, in the thread that runs the steps: they leave now, or after a step that is under way."""
         for answer in answers:
             answer.cancelled = True
@@ -143,7 +143,7 @@ class EngineLoop:
             self.running[request.id] = answer
             self.waiting.popleft()
 
-    def _soon_reusable(self, answer: Answer) -> bool:  # a running answer of its group computes the same prompt
+    def _soon_reusable(self, answer: PendingAnswer) -> bool:  # a running answer of its group computes the same prompt
         if answer.group is None:
             return False
         siblings = [each.request for each in self.running.values() if each.group is answer.group and each.request]
@@ -195,13 +195,15 @@ class EngineStream:
     """
 
     def __init__(self, loop: EngineLoop, prompts: Sequence[tuple[list[int], SamplingParams]]) -> None:
-        news: deque[tuple[Answer, Item]] = deque()  # refers to the answers, not to the stream, which can be deleted
+        news: deque[tuple[PendingAnswer, Item]] = (
+            deque()
+        )  # refers to the answers, not to the stream, which can be deleted
 
-        def deliver(answer: Answer, item: Item) -> None:
+        def deliver(answer: PendingAnswer, item: Item) -> None:
             news.append((answer, item))
 
         self.loop, self._news = loop, news
-        self._answers = [Answer(index, ids, params, deliver) for index, (ids, params) in enumerate(prompts)]
+        self._answers = [PendingAnswer(index, ids, params, deliver) for index, (ids, params) in enumerate(prompts)]
         self._unfinished = len(self._answers)
         self._failed: Exception | None = None
         self._finalizer = weakref.finalize(self, loop.end, self._answers)
@@ -295,9 +297,9 @@ class EmbeddedEngine:
         if not 1 <= width <= sound.block_size:
             raise UserError(f"width {width}: blocks have 1 to {sound.block_size} slots", where="width")
         if fault is not None:
-            from .faults.catalogue import catalogue
+            from .faults.kinds import drafter_faults
 
-            changes = {each.name: each.change for each in catalogue(sound)}
+            changes = {each.name: each.change for each in drafter_faults(sound)}
             if fault not in changes:
                 raise UserError(
                     f"there is no {fault!r}", where="fault", do=f"known for this pair: {', '.join(changes)}"

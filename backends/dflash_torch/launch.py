@@ -34,7 +34,7 @@ from dflash_serve.checkpoint.files import tokenizer_problems
 from dflash_serve.checkpoint.quantization import plain_only, plain_target_only
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target import TargetLayout, target_configuration, target_layout
 from dflash_serve.checkpoint.target_config import read_target_headers, target_config
 from dflash_serve.checkpoint.target_files import read_target
 from dflash_serve.common.extras import import_problem
@@ -231,8 +231,12 @@ class EmbeddedLaunch(Launch):
         return target_configuration(self.deployment.target.model_copy(update={"model": str(self.source)}))
 
     @cached_property
+    def target_files(self) -> TargetFiles:
+        return read_target(self.folder)
+
+    @cached_property
     def target(self) -> TargetLayout:
-        return read_target_layout(self.folder, self.deployment.target)
+        return target_layout(self.target_files, self.deployment.target)
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
@@ -279,7 +283,7 @@ class EmbeddedLaunch(Launch):
 
     def _target_problems(self) -> list[Problem]:
         """Problems of the target's files. Without weights here only the configuration is read, as of a hub id."""
-        files = read_target(self.folder)
+        files = self.target_files
         config = target_config(files)
         if not any(Path(self.source).glob("*.safetensors*")):
             return plain_target_only(files.recipe, {}, files.folder)

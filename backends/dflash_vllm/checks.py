@@ -10,11 +10,11 @@ from importlib import import_module
 
 from dflash_serve.adapter.arguments import parser_problems
 from dflash_serve.adapter.checks import (
+    attention_head_problems,
     block_problems,
     device_problems,
     expert_problems,
     fraction_problems,
-    head_problems,
     key_problems,
     length_problems,
     measurement_problems,
@@ -77,7 +77,7 @@ def problems(settings: VLLMSettings) -> list[Problem]:
         *_devices(settings),
         *expert_problems(settings.deployment, settings.target.experts, "vLLM"),
     ]
-    found += head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
+    found += attention_head_problems(settings.target, settings.drafter, settings.deployment.parallel.tensor)
     found += [*_precision(settings), *memory_problems(settings)]
     unreadable = list(measurement_problems(settings.deployment))
     found += unreadable or _arguments(settings)  # which arguments are the user's to give depends on them

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
-from dflash_serve.checkpoint.files import read_headers, tokenizer_problems, verify
+from dflash_serve.checkpoint.files import checksum_problems, read_headers, tokenizer_problems
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
@@ -173,7 +173,7 @@ def expert_block_problems(target: TargetLayout, tensor: int, expert: int) -> Ite
         yield Problem(what, "parallel.tensor", f"set parallel.expert to {tensor}, or use a divisor of {blocks}")
 
 
-def head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: int) -> Iterator[Problem]:
+def attention_head_problems(target: TargetLayout, drafter: DrafterConfig | None, tensor: int) -> Iterator[Problem]:
     """Heads are split over devices; K/V heads are split, or repeated where there are more devices than heads."""
     shapes = [("target.model", target.attention_heads, 1 if target.latent else target.kv_heads)]
     if drafter is not None:
@@ -228,7 +228,7 @@ def changed_files(deployment: Deployment) -> list[Problem]:
     folders = [Path(deployment.target.model)]
     if deployment.drafter is not None and uses_drafter(deployment):
         folders.append(Path(drafter_source(deployment.drafter.model)))
-    return [problem for folder in folders if folder.is_dir() for problem in verify(folder)]
+    return [problem for folder in folders if folder.is_dir() for problem in checksum_problems(folder)]
 
 
 def target_file_problems(target: str, *, weights: bool = True, tokenizer: bool = True) -> list[Problem]:

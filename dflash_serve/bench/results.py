@@ -20,7 +20,7 @@ import numpy
 from pydantic import computed_field
 
 from dflash_serve.bench.aiperf import Figures, RequestSettings
-from dflash_serve.bench.settings import AUTO, OFF, Cell, Settings, Variant
+from dflash_serve.bench.settings import AUTO, OFF, BenchSettings, Cell, Variant
 from dflash_serve.common.provenance import Environment
 from dflash_serve.common.reports import UNKNOWN, counted, html_page, json_text, write_files
 from dflash_serve.common.settings import Frozen
@@ -241,9 +241,9 @@ def compare(curves: Curves, variant: str, baseline: str, interactivity: float) -
 
 @dataclass(frozen=True)
 class ReportData:
-    """Settings and runs of a bench; every figure and sentence of the report is derived from them."""
+    """BenchSettings and runs of a bench; every figure and sentence of the report is derived from them."""
 
-    settings: Settings
+    settings: BenchSettings
     request: RequestSettings
     variants: Mapping[str, Variant]
     runs: Sequence[Run]

@@ -13,7 +13,7 @@ from dflash_serve.adapter.launch import running_server
 from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.results import ReportData, Run, write_report
-from dflash_serve.bench.settings import Cell, Settings, find_variants, read_deployment, schedule, slug
+from dflash_serve.bench.settings import BenchSettings, Cell, find_variants, read_deployment, schedule, slug
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
@@ -38,7 +38,7 @@ class Bench:
     """
 
     def __init__(
-        self, settings: Settings, start: Callable[[str, Deployment], AbstractContextManager[str]] | None = None
+        self, settings: BenchSettings, start: Callable[[str, Deployment], AbstractContextManager[str]] | None = None
     ) -> None:
         deployment, self.told = read_deployment(settings)
         self.settings, self.work, self.start = settings, settings.output / WORK, start
@@ -142,7 +142,7 @@ class Bench:
                 report_run(run, len(self.cells) - len(self._missing()), len(self.cells))
 
     def report(self) -> ReportData:
-        """Settings and finished runs, of which all figures are made."""
+        """BenchSettings and finished runs, of which all figures are made."""
         planned = set(self.cells)
         return ReportData(
             settings=self.settings,

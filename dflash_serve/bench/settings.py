@@ -1,4 +1,4 @@
-"""Settings of a bench, the variants that it compares, and the order of its runs."""
+"""BenchSettings of a bench, the variants that it compares, and the order of its runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _several(given: Any) -> Any:
     return given or ()
 
 
-class Settings(Frozen):
+class BenchSettings(Frozen):
     """A field for each option of `dflash-serve bench`, with the same name, and its `engine_args`."""
 
     deployment: Path | None
@@ -109,7 +109,7 @@ class Cell(NamedTuple):
         return f"{slug(self.variant)}-c{self.concurrency:03d}-r{self.round + 1}"
 
 
-def read_deployment(settings: Settings) -> tuple[Deployment | None, str | None]:
+def read_deployment(settings: BenchSettings) -> tuple[Deployment | None, str | None]:
     """The deployment of `settings.variants` (None = no server is started), and a remark on a drafter that was chosen.
 
     Raises:
@@ -122,7 +122,9 @@ def read_deployment(settings: Settings) -> tuple[Deployment | None, str | None]:
     return choose_drafter(described, server_backend(settings.backend))
 
 
-def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[dict[str, Variant], ServerBackend | None]:
+def find_variants(
+    settings: BenchSettings, deployment: Deployment | None
+) -> tuple[dict[str, Variant], ServerBackend | None]:
     """All variants by their names, and the backend that starts the servers of the deployed ones.
 
     Raises:
@@ -155,7 +157,7 @@ def find_variants(settings: Settings, deployment: Deployment | None) -> tuple[di
     return found, chosen
 
 
-def require_servers(settings: Settings) -> None:
+def require_servers(settings: BenchSettings) -> None:
     """Checks that the servers of the deployed variants can be started; nothing is written.
 
     Raises:
@@ -267,7 +269,7 @@ def _patched(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def schedule(variants: Sequence[str], settings: Settings) -> list[Cell]:
+def schedule(variants: Sequence[str], settings: BenchSettings) -> list[Cell]:
     """All runs in order, interleaved so that a busy spell of the machine slows all variants alike.
 
     Side by side, variants change at every concurrency; one at a time, only once a round. Each time another is first.

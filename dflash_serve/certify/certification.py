@@ -23,7 +23,7 @@ from dflash_serve.answers.engine import Prompt
 from dflash_serve.answers.prompts import BUNDLED, prompts_digest, read_prompt_set, with_variables
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
-from dflash_serve.bench.settings import AUTO, FIXED, OFF, Settings, slug
+from dflash_serve.bench.settings import AUTO, FIXED, OFF, BenchSettings, slug
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome
 from dflash_serve.checkpoint.catalogue import catalogue
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
@@ -72,7 +72,7 @@ class Certification:
         UserError: a mistake in the settings, or a deployment with problems; nothing is started then.
     """
 
-    def __init__(self, settings: Settings, minutes: float, store: Store, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: BenchSettings, minutes: float, store: Store, tell: Callable[[str], None]) -> None:
         self.settings, self.store, self.tell = settings, store, tell
         self.seconds, self.work = 60 * minutes, settings.output / "work"
         self._before, self._start = float(store.get("spent", 0.0)), time.monotonic()

@@ -260,7 +260,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise UserError("cannot be read as a manifest", where=str(path), do=DO) from None
 
 
-def verify(folder: Path) -> list[Problem]:
+def checksum_problems(folder: Path) -> list[Problem]:
     """Problems of the files that differ from the folder's manifest; [] for a folder without one.
 
     Raises:

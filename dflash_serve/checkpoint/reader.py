@@ -75,10 +75,10 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     Raises:
         UserError: neither a folder nor an id that can be fetched.
     """
-    weight_problems: list[Problem] = []
-    checkpoint = _describe(drafter_folder(folder_or_id, revision), weight_problems)
-    checkpoint.problems += weight_problems
-    if checkpoint.config is not None and checkpoint.dialect is not None and not weight_problems:
+    unreadable: list[Problem] = []
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), unreadable)
+    checkpoint.problems += unreadable
+    if checkpoint.config is not None and checkpoint.dialect is not None and not unreadable:
         checkpoint.pieces = match_tensors(
             checkpoint.headers,
             checkpoint.config,
@@ -154,9 +154,9 @@ def is_plain(folder: Path) -> bool:
         return True
 
 
-def _describe(folder: Path, weight_problems: list[Problem]) -> Checkpoint:
+def _describe(folder: Path, unreadable: list[Problem]) -> Checkpoint:
     # With a quantisation that is not read, config stays None: the weights cannot be interpreted.
-    checkpoint = Checkpoint(folder, headers=read_headers(folder, weight_problems))
+    checkpoint = Checkpoint(folder, headers=read_headers(folder, unreadable))
     raw = read_object(folder / "config.json", checkpoint.problems)
     if raw is None:
         return checkpoint

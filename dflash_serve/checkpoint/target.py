@@ -164,7 +164,15 @@ def read_target_layout(folder: Path, model: Model) -> TargetLayout:
     Raises:
         UserError: no config.json, or one without a language model's sizes.
     """
-    target = read_target(folder)
+    return target_layout(read_target(folder), model)
+
+
+def target_layout(target: TargetFiles, model: Model) -> TargetLayout:
+    """The layout of a target that was read; `model` is the deployment's section, with the requested quantisation.
+
+    Raises:
+        UserError: its config.json has no language model's sizes.
+    """
     shape, keys, recipe = _shape(target, model.model), target.model, target.recipe
     named, compressed = target.raw.get("architectures"), isinstance(keys.get("compress_ratios"), list)
     heads, experts = keys.size("num_attention_heads", 1), keys.size_of("experts")

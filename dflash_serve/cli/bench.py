@@ -78,7 +78,7 @@ def bench(
     """
     need("bench", "httpx", "jinja2", "prometheus_client")
     from dflash_serve.bench.runner import Bench
-    from dflash_serve.bench.settings import Settings
+    from dflash_serve.bench.settings import BenchSettings
 
     own = options.engine_arguments(context, backend)
     if deployment is None and target is None:
@@ -87,8 +87,8 @@ def bench(
             raise UserError("no server is started that takes arguments", where="--", do=NAME_TARGET)
     if not endpoint:
         options.refuse_ignored(context, ("api_key_file",), "servers that are started need no key")
-    named = {name: value for name, value in context.params.items() if name in Settings.model_fields}
-    _run(Bench(Settings.model_validate({**named, **own})), as_json=as_json, quiet=quiet or as_json)
+    named = {name: value for name, value in context.params.items() if name in BenchSettings.model_fields}
+    _run(Bench(BenchSettings.model_validate({**named, **own})), as_json=as_json, quiet=quiet or as_json)
 
 
 def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:

@@ -72,15 +72,15 @@ def certify(
 
 def _certified(given: dict[str, Any]) -> Any:
     from dflash_serve.bench.aiperf import find_aiperf
-    from dflash_serve.bench.settings import Settings, require_servers
+    from dflash_serve.bench.settings import BenchSettings, require_servers
     from dflash_serve.certify.certification import Certification
     from dflash_serve.certify.report import JSON, conclude
 
     output: Path = given["output"]
     fixed = {"variants": ("off",), "rounds": 1, "requests_per_user": 1, "min_requests": 4, "temperature": 0.0}
-    own = {name: value for name, value in given.items() if name in Settings.model_fields}
+    own = {name: value for name, value in given.items() if name in BenchSettings.model_fields}
     own |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
-    settings = Settings.model_validate({**own, **fixed})
+    settings = BenchSettings.model_validate({**own, **fixed})
     require_servers(settings)
     find_aiperf()
     made_by = {**settings.model_dump(mode="json", exclude={"output"}), "versions": versions()}

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from dflash_serve.adapter.checks import (
+    attention_head_problems,
     block_problems,
     check_pairing,
     expert_block_problems,
-    head_problems,
     length_problems,
 )
 from dflash_serve.adapter.launch import kv_bytes_each
@@ -201,7 +201,7 @@ class PlanQuestion:
         parallel, copies = self.deployment.parallel, self.count // tensor
         if "data" in parallel.model_fields_set and copies != parallel.data:
             yield f"TP {tensor} makes {copies} copies on {self.count} GPUs, and parallel.data is {parallel.data}"
-        for problem in head_problems(self.pair.layout, self.pair.drafter, tensor):
+        for problem in attention_head_problems(self.pair.layout, self.pair.drafter, tensor):
             yield f"TP {tensor}: {problem.what} ({problem.where})"
 
 

@@ -23,7 +23,7 @@ SEEDS = 2**31  # every server takes smaller ones
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """A prompt to continue."""
 
     index: int
@@ -35,7 +35,7 @@ class Request:
 class Completion:
     """A continued prompt. `ended`: by a stop token (kept, the last one); `looped`: cut because it repeated itself."""
 
-    request: Request
+    request: AnswerRequest
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     looped: bool = False
@@ -59,7 +59,7 @@ class AnswerServer:
         """
         return encode_text(self.tokenizer, render_messages(self.tokenizer, prompt, prompt.variables), special=False)
 
-    def ask(self, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+    def ask(self, requests: Iterator[AnswerRequest], at_once: int) -> Iterator[Completion]:
         """Completions as they end; one that repeats itself is cut when it has ended."""
         running: set[Future[Completion]] = set()
         with ThreadPoolExecutor(at_once) as pool:
@@ -73,7 +73,7 @@ class AnswerServer:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _answer(self, request: Request) -> Completion:
+    def _answer(self, request: AnswerRequest) -> Completion:
         seed = None if request.params.seed is None else request.params.seed % SEEDS
         reply = self.endpoint.complete(request.prompt, request.params.model_copy(update={"seed": seed}))
         if reply.token_ids is None:
@@ -88,14 +88,14 @@ class AnswerServer:
         return completion
 
 
-def ask(answering: Engine | AnswerServer, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+def ask(answering: Engine | AnswerServer, requests: Iterator[AnswerRequest], at_once: int) -> Iterator[Completion]:
     """Completions as they end, with up to `at_once` requests in the engine; one that repeats itself is cut."""
     if isinstance(answering, AnswerServer):
         return answering.ask(requests, at_once)
     return _ask_engine(answering, requests, at_once)
 
 
-def _ask_engine(engine: Engine, requests: Iterator[Request], at_once: int) -> Iterator[Completion]:
+def _ask_engine(engine: Engine, requests: Iterator[AnswerRequest], at_once: int) -> Iterator[Completion]:
     running: list[tuple[Stream, Completion]] = []  # a stream each, so that one answer can be ended early
     while True:
         # Refilled some at a time: a prefill of one prompt costs nearly as much as one of many.

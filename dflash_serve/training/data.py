@@ -30,9 +30,9 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.training.answers import AnswerServer, Completion, Request, ask
+from dflash_serve.training.answers import AnswerRequest, AnswerServer, Completion, ask
 from dflash_serve.training.parallel import ALONE, Processes
-from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, Recipe, SynthesisedPrompts
+from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, SynthesisedPrompts, TrainingRecipe
 from dflash_serve.training.shards import (
     COUNTS,
     DataManifest,
@@ -97,7 +97,7 @@ def _windows(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
         yield tuple(words[first : first + length])
 
 
-def answer_engine(recipe: Recipe, device: str) -> Engine | AnswerServer:
+def answer_engine(recipe: TrainingRecipe, device: str) -> Engine | AnswerServer:
     """The recipe's server, or the target on the embedded engine, in bfloat16, with room for `max_batch_size` answers.
 
     Raises:
@@ -122,7 +122,7 @@ def answer_engine(recipe: Recipe, device: str) -> Engine | AnswerServer:
 
 
 def make_data(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     open_engine: Callable[[], Engine | AnswerServer],
     folder: Path,
     report: Report,
@@ -174,7 +174,7 @@ def make_data(
 
 
 def gather_prompts(
-    recipe: Recipe, engine: Engine | AnswerServer, folder: Path, excluded: Excluded, report: Report
+    recipe: TrainingRecipe, engine: Engine | AnswerServer, folder: Path, excluded: Excluded, report: Report
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     texts: dict[str, None] = {}
@@ -215,7 +215,7 @@ def _synthesised(
     skip = len(_user_turns(engine.tokenizer, ("",))[0][0])
     kept: dict[str, None] = {}
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[AnswerRequest]:
         for index in range(ATTEMPTS * source.count):
             if len(kept) >= source.count:
                 return
@@ -225,7 +225,7 @@ def _synthesised(
                 stop_token_ids=stop_ids,
                 seed=_seed(*seeds, index),
             )
-            yield Request(index, starts[index % len(starts)], params)
+            yield AnswerRequest(index, starts[index % len(starts)], params)
 
     for completion in ask(engine, requests(), at_once):
         said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
@@ -247,8 +247,8 @@ def _user_turns(
 
 
 def _requests(
-    recipe: Recipe, prompts: list[tuple[int, ...]], indexes: Sequence[int], deadline: float
-) -> Iterator[Request]:
+    recipe: TrainingRecipe, prompts: list[tuple[int, ...]], indexes: Sequence[int], deadline: float
+) -> Iterator[AnswerRequest]:
     settings = recipe.data.answers
     for index in indexes:
         if time.monotonic() > deadline:
@@ -257,7 +257,7 @@ def _requests(
         chance = random.Random(recipe.seed * 1_000_003 + index).random()  # noqa: S311 - no secret
         temperature = settings.temperature if chance < settings.sampled_share else 0.0
         seed, limit = _seed(recipe.seed, index), settings.max_new_tokens
-        yield Request(index, prompts[index], SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
+        yield AnswerRequest(index, prompts[index], SamplingParams(temperature=temperature, max_tokens=limit, seed=seed))
 
 
 def _seed(*parts: int) -> int:

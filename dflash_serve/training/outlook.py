@@ -28,7 +28,7 @@ from dflash_serve.training.blocks import Flex
 from dflash_serve.training.data import written_prompts
 from dflash_serve.training.other_target import OtherTarget, empty_other_target, other_family, read_sizes
 from dflash_serve.training.parallel import Processes
-from dflash_serve.training.recipe import FilePrompts, Recipe
+from dflash_serve.training.recipe import FilePrompts, TrainingRecipe
 from dflash_serve.training.run import check_recipe
 from dflash_serve.training.shards import Example
 from dflash_serve.training.trainer import Trainer
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def outlook(recipe: Recipe, processes: int = 1) -> dict[str, Any]:
+def outlook(recipe: TrainingRecipe, processes: int = 1) -> dict[str, Any]:
     """Sizes of a run, as `train --dry-run --json` prints them; memory in bytes, for one of `processes` GPUs.
 
     Raises:
@@ -135,7 +135,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def step_memory(
-    recipe: Recipe, folder: Path, config: DrafterConfig, processes: int
+    recipe: TrainingRecipe, folder: Path, config: DrafterConfig, processes: int
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes in one of the processes, of the target, of the drafter with its optimiser, and of a step beside them.
 
@@ -216,7 +216,7 @@ class _Share(Processes):
         pass
 
 
-def _prompts(recipe: Recipe) -> int:
+def _prompts(recipe: TrainingRecipe) -> int:
     found = 0
     for source in recipe.data.prompts:
         if isinstance(source, FilePrompts):

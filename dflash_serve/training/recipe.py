@@ -190,7 +190,7 @@ class TrainingSection(Frozen):
         return self
 
 
-class Recipe(Frozen):
+class TrainingRecipe(Frozen):
     """A training run: target, data, drafter, training, seed."""
 
     target: TargetSection
@@ -200,7 +200,7 @@ class Recipe(Frozen):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _short_blocks_are_short(self) -> Recipe:
+    def _short_blocks_are_short(self) -> TrainingRecipe:
         short, whole = self.training.short_blocks, self.drafter.block_size
         if short is not None and short.block_size >= whole:
             raise ValueError(
@@ -209,7 +209,7 @@ class Recipe(Frozen):
         return self
 
 
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: Path) -> TrainingRecipe:
     """Reads a YAML recipe; ${NAME} is taken from the environment.
 
     Raises:
@@ -226,6 +226,6 @@ def load_recipe(path: Path) -> Recipe:
         if isinstance(section, dict) and key in section:
             raise UserError(f"{'.'.join(sections)}: `{key}` {why}", where=str(path), do="correct the recipe")
     try:
-        return Recipe.model_validate(raw)
+        return TrainingRecipe.model_validate(raw)
     except ValidationError as error:
-        raise UserError(describe(error, Recipe), where=str(path), do="correct the recipe") from None
+        raise UserError(describe(error, TrainingRecipe), where=str(path), do="correct the recipe") from None

@@ -34,7 +34,7 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.training.data import answer_engine, make_data
 from dflash_serve.training.other_target import OtherTarget, load_other_target, other_family, read_sizes
 from dflash_serve.training.parallel import ALONE, Processes, joined_processes
-from dflash_serve.training.recipe import DrafterSection, Recipe, TargetSection
+from dflash_serve.training.recipe import DrafterSection, TargetSection, TrainingRecipe
 from dflash_serve.training.shards import MANIFEST, DataManifest, load_answers, totals
 from dflash_serve.training.trainer import CHECKPOINT, Tick, Trainer
 
@@ -64,7 +64,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def run(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     output: Path,
     *,
     device: torch.device | str = "cpu",
@@ -152,7 +152,7 @@ def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -
 
 
 def new_trainer(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     target: TargetModel | OtherTarget,
     manifest: DataManifest,
     output: Path,
@@ -198,7 +198,7 @@ def drafter_config(section: DrafterSection, target: TransformerConfig) -> Drafte
         raise UserError(describe(error), where="drafter", do="correct the recipe") from None
 
 
-def check_recipe(recipe: Recipe, folder: Path) -> DrafterConfig:
+def check_recipe(recipe: TrainingRecipe, folder: Path) -> DrafterConfig:
     """Checks that the drafter can be made, and its data, by the configuration of the target in `folder`.
 
     Raises:

@@ -35,7 +35,7 @@ from dflash_serve.training.blocks import Blocks, SlotForward, Teacher, draw_anch
 from dflash_serve.training.loss import SlotLoss, SlotScores, Weighting, confidence_loss, joined
 from dflash_serve.training.other_target import OtherTarget
 from dflash_serve.training.parallel import ALONE, Processes
-from dflash_serve.training.recipe import Recipe, TrainingSection
+from dflash_serve.training.recipe import TrainingRecipe, TrainingSection
 from dflash_serve.training.shards import Example, seen_vocabulary
 
 CHECKPOINT, PROGRESS = "checkpoint", "progress.json"
@@ -173,7 +173,7 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: TrainingRecipe,
         target: TargetModel | OtherTarget,
         drafter: Drafter,
         training: Sequence[Example],

@@ -20,7 +20,7 @@ from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 
 from .pipeline import Done, Measured, Source, Step, Work, run, verify_output
-from .recipe import Format, Recipe, find_recipe, load_recipe
+from .recipe import BuildRecipe, Format, find_recipe, load_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ def _verify(folder: Path, as_json: bool, console: Console) -> None:
         raise typer.Exit(1)
 
 
-def _list_steps(recipe: Recipe, file: Path, as_json: bool, console: Console) -> None:
+def _list_steps(recipe: BuildRecipe, file: Path, as_json: bool, console: Console) -> None:
     from rich.table import Table
 
     steps = make_steps(recipe)
@@ -94,7 +94,7 @@ def _list_steps(recipe: Recipe, file: Path, as_json: bool, console: Console) -> 
         console.print("acceptance is left out: the recipe names no prompts for it")
 
 
-def _build(recipe: Recipe, folder: Path, console: Console) -> None:
+def _build(recipe: BuildRecipe, folder: Path, console: Console) -> None:
     from rich.text import Text
 
     steps = make_steps(recipe)
@@ -136,7 +136,7 @@ def _findings(measured: Mapping[str, object]) -> Iterator[str]:
             yield f"{name} {entry['acceptance_length']:.3f}{share}"
 
 
-def find_sources(recipe: Recipe) -> dict[str, Source]:
+def find_sources(recipe: BuildRecipe) -> dict[str, Source]:
     """Target, drafter and prompts, as far as a step needs them, with digests of their contents.
 
     Raises:
@@ -175,12 +175,12 @@ def _model(model: Model, folder: Path) -> Source:
     return Source(folder, hashlib.sha256(text.encode()).hexdigest(), description)
 
 
-def make_steps(recipe: Recipe) -> list[Step]:
+def make_steps(recipe: BuildRecipe) -> list[Step]:
     """All steps of a recipe, each after those that it needs."""
     return [*_calibration(recipe), *_targets(recipe), *_drafters(recipe)]
 
 
-def _calibration(recipe: Recipe) -> Iterator[Step]:
+def _calibration(recipe: BuildRecipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     free = build.calibration.free
     if free and (build.target or build.checkpoints):
@@ -213,7 +213,7 @@ def _calibration(recipe: Recipe) -> Iterator[Step]:
         yield Step("drafter-ranges", ranges, needs, {"free": free}, ("torch",), 2, about)
 
 
-def _targets(recipe: Recipe) -> Iterator[Step]:
+def _targets(recipe: BuildRecipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     for format in build.target:
 
@@ -238,7 +238,7 @@ def _targets(recipe: Recipe) -> Iterator[Step]:
         yield Step("trtllm-checkpoints", checkpoints, ("target", "answers"), parameters, MODELOPT, 2, about)
 
 
-def _drafters(recipe: Recipe) -> Iterator[Step]:
+def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     for format in build.drafter:
 
@@ -264,7 +264,7 @@ def _drafters(recipe: Recipe) -> Iterator[Step]:
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 4, about)
 
 
-def write_deployments(recipe: Recipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
+def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
     """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder."""
     written = []
     for format in ("bf16", *recipe.build.drafter):

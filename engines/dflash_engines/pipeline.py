@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
-from dflash_serve.checkpoint.files import MANIFEST, Manifest, file_entries, read_manifest, verify
+from dflash_serve.checkpoint.files import MANIFEST, Manifest, checksum_problems, file_entries, read_manifest
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import write_whole
@@ -163,7 +163,7 @@ def _run_step(
 ) -> Done:
     key = step.key(digests)
     folder = store.get(step.name, key)
-    if folder is not None and not verify(folder):
+    if folder is not None and not checksum_problems(folder):
         manifest = read_manifest(folder)
         if manifest is not None and manifest.key == key:
             return Done(step, folder, manifest, "there already")
@@ -210,5 +210,5 @@ def verify_output(output: Path) -> list[Problem]:
             what = f"the output of {name} is not the one that was built"
             problems.append(Problem(what, str(folder), "build it again"))
         else:
-            problems += verify(folder)
+            problems += checksum_problems(folder)
     return problems

@@ -63,7 +63,7 @@ class Build(Frozen):
     acceptance: Acceptance | None = None
 
 
-class Recipe(Frozen):
+class BuildRecipe(Frozen):
     """One YAML file, as in `engines/recipes`: a deployment and the outputs to build for it."""
 
     deployment: Deployment
@@ -87,7 +87,7 @@ def find_recipe(path: Path) -> Path:
     return folder / f"{path.name}.yaml"
 
 
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: Path) -> BuildRecipe:
     """Reads a recipe; ${NAME} is taken from the environment.
 
     Raises:
@@ -97,6 +97,6 @@ def load_recipe(path: Path) -> Recipe:
     if not isinstance(described, dict):
         raise UserError("not a mapping", where=str(path), do="start with `deployment: {target: {model: ...}}`")
     try:
-        return Recipe.model_validate(described)
+        return BuildRecipe.model_validate(described)
     except ValidationError as error:
-        raise UserError(describe(error, Recipe), where=str(path)) from None
+        raise UserError(describe(error, BuildRecipe), where=str(path)) from None

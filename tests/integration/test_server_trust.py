@@ -19,7 +19,7 @@ import pytest
 import torch
 from fastapi.routing import APIRoute
 
-from dflash_torch.answer import Answer
+from dflash_torch.answer import PendingAnswer
 from dflash_torch.server.app import create_app
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
@@ -67,12 +67,12 @@ def gate(served: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     until(served.idle)
 
 
-def running_requests(server: Running) -> list[Answer]:
+def running_requests(server: Running) -> list[PendingAnswer]:
     assert server.worker.loop is not None
     return list(server.worker.loop.running.values())
 
 
-def waiting_requests(server: Running) -> list[Answer]:
+def waiting_requests(server: Running) -> list[PendingAnswer]:
     assert server.worker.loop is not None
     return list(server.worker.loop.waiting)
 

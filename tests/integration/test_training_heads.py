@@ -20,7 +20,7 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
 from dflash_serve.models.loader import load_drafter, load_target
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.recipe import TrainingRecipe
 from dflash_serve.training.run import new_trainer, run
 from dflash_serve.training.shards import read_manifest
 from dflash_serve.training.trainer import Scores
@@ -57,12 +57,12 @@ class Ground:
     backbone: str
 
 
-def recipe(ground: Ground, drafter: Mapping[str, Any], init: str = "target", **training: Any) -> Recipe:
+def recipe(ground: Ground, drafter: Mapping[str, Any], init: str = "target", **training: Any) -> TrainingRecipe:
     settings = {"steps": STEPS, "validate_every": 30, "log_every": 10, "lr": 3e-3, **training}
     return tiny_recipe(ground.target, ground.prompts, {**drafter, "init": init}, **settings)
 
 
-def train(asked: Recipe, output: Path) -> list[dict[str, Any]]:
+def train(asked: TrainingRecipe, output: Path) -> list[dict[str, Any]]:
     """The rows of its log."""
     assert run(asked, output, quiet=True)
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return ground
 
 
-def scored(asked: Recipe, output: Path, state: Mapping[str, torch.Tensor], head: str | None = None) -> Scores:
+def scored(asked: TrainingRecipe, output: Path, state: Mapping[str, torch.Tensor], head: str | None = None) -> Scores:
     """Scores over the training answers, slots weighted by place alone.
 
     Args:

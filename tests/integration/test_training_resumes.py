@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_target
 from dflash_serve.training.data import answer_engine, make_data
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.recipe import TrainingRecipe
 from dflash_serve.training.run import Display, new_trainer, run
 from dflash_serve.training.trainer import Scores, Tick, Trainer
 from tests.support.recipes import STEPS, tiny_recipe, write_prompts
@@ -41,7 +41,7 @@ def prompts(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "prompts.jsonl")
 
 
-def trainer(settings: Recipe, output: Path) -> Trainer:
+def trainer(settings: TrainingRecipe, output: Path) -> Trainer:
     name = settings.target.model
     manifest = make_data(settings, lambda: answer_engine(settings, "cpu"), output / "data", lambda *_: None)
     return new_trainer(settings, load_target(name, dtype=torch.bfloat16), manifest, output)
@@ -164,7 +164,7 @@ def test_a_drafter_that_cannot_be_is_refused_before_any_answer_is_written(
 ) -> None:
     fields = tiny_recipe(target, prompts).model_dump()
     fields["drafter"] |= {"target_layer_ids": (0, 99)}
-    wrong = Recipe.model_validate(fields)
+    wrong = TrainingRecipe.model_validate(fields)
     with pytest.raises(UserError, match="99") as caught:
         run(wrong, tmp_path / "out")
     assert "\n" not in str(caught.value)
@@ -202,10 +202,10 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_keeps_its_steps_and_s
 def test_more_minutes_for_answers_do_not_make_a_training_another_one(
     target: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def within(minutes: float) -> Recipe:
+    def within(minutes: float) -> TrainingRecipe:
         fields = tiny_recipe(target, prompts).model_dump()
         fields["data"]["answers"]["max_minutes"] = minutes
-        return Recipe.model_validate(fields)
+        return TrainingRecipe.model_validate(fields)
 
     first = trainer(within(60), tmp_path / "out")
     first.progress = first.progress.model_copy(update={"step": STEPS - 1})

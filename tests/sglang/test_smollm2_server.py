@@ -20,7 +20,7 @@ from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
-from dflash_serve.training.answers import AnswerServer, Request, ask
+from dflash_serve.training.answers import AnswerRequest, AnswerServer, ask
 from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
@@ -134,7 +134,7 @@ def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(
     stop = next(token for at, token in enumerate(answer) if at > 7 and token not in answer[:at])
     params = SamplingParams(temperature=0, max_tokens=len(answer), stop_token_ids=(stop,))
     answering = AnswerServer(server.url, load_tokenizer("smollm2"), 1)
-    (found,) = ask(answering, iter([Request(0, tuple(prompts[0]), params)]), 1)
+    (found,) = ask(answering, iter([AnswerRequest(0, tuple(prompts[0]), params)]), 1)
     assert (found.tokens, found.ended) == (answer[: answer.index(stop) + 1], True)
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from dflash_serve.bench.aiperf import Figures, Job
-from dflash_serve.bench.settings import Settings
+from dflash_serve.bench.settings import BenchSettings
 from dflash_serve.cli.bench import bench
 from tests.support.site import site
 
@@ -28,12 +28,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} {second}
 SMALL = {"backend": "torch", "dataset": "p.jsonl", "concurrency": (1, 2), "max_tokens": 64}
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> BenchSettings:
     """The command line's defaults for a small bench, with changes."""
     defaults = {
-        name: each.default for name, each in signature(bench).parameters.items() if name in Settings.model_fields
+        name: each.default for name, each in signature(bench).parameters.items() if name in BenchSettings.model_fields
     }
-    return Settings.model_validate({**defaults, **SMALL, **changes})
+    return BenchSettings.model_validate({**defaults, **SMALL, **changes})
 
 
 @contextmanager

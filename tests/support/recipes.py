@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.recipe import TrainingRecipe
 
 STEPS = 12
 
@@ -17,7 +17,9 @@ def write_prompts(path: Path) -> Path:
     return path
 
 
-def tiny_recipe(target: str, prompts: Path, drafter: Mapping[str, object] | None = None, **training: object) -> Recipe:
+def tiny_recipe(
+    target: str, prompts: Path, drafter: Mapping[str, object] | None = None, **training: object
+) -> TrainingRecipe:
     """A recipe of `STEPS` steps.
 
     Args:
@@ -25,7 +27,7 @@ def tiny_recipe(target: str, prompts: Path, drafter: Mapping[str, object] | None
     """
     shape = {"num_layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0, 2]}
     settings = {"steps": STEPS, "sequences": 3, "anchors": 6, "validate_every": 6, "log_every": 2}
-    return Recipe.model_validate(
+    return TrainingRecipe.model_validate(
         {
             "target": {"model": target},
             "data": {

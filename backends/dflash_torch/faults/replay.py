@@ -33,7 +33,7 @@ from ..engine import EmbeddedEngine
 from ..model_runner import TargetRunner
 from ..request import Request
 from ..speculator import Speculator
-from .catalogue import DrafterFault, PromptFault, catalogue, mask_tokens, prompt_faults, settings
+from .kinds import DrafterFault, PromptFault, drafter_faults, mask_tokens, prompt_faults, settings
 
 MOST_MASK_TOKENS = 32  # special tokens that are tried as the mask token of a checkpoint
 PREFILL_ROWS = 1024  # rows of one target pass over a finished text
@@ -68,7 +68,7 @@ class EmbeddedReference:
 
     def faults(self) -> list[DrafterFault | PromptFault]:
         """Every fault of a server that is known, those of the prompt included."""
-        return [*catalogue(self.speculator), *prompt_faults(self.engine.tokenizer, self.asked, self.prompts)]
+        return [*drafter_faults(self.speculator), *prompt_faults(self.engine.tokenizer, self.asked, self.prompts)]
 
     def settings(self) -> list[DrafterFault]:
         """Every fault that another line in the checkpoint's configuration would mend."""

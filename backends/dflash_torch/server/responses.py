@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from dflash_serve.answers.engine import Chunk, FinishReason, TokenLogprob
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
-from ..answer import Answer
+from ..answer import PendingAnswer
 from ..grammar import Grammars
 from ..request import Request
 from .api import AcceptanceMetrics, ChatRequest, CompletionRequest, ToolCall
@@ -284,7 +284,7 @@ class Formatter(ABC):
             return None
         return self._envelope(self.event_object, [self._choice(chunk, text, more)])
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[PendingAnswer]) -> dict[str, Any]:
         """The response without a stream; its answers have ended."""
         chunks = [answer.whole() for answer in answers]
         choices = [self._choice(chunk, *self._said(chunk), whole=True) for chunk in chunks]
@@ -293,7 +293,7 @@ class Formatter(ABC):
             choice["prompt_token_ids"] = None if request is None else request.token_ids[: request.prompt_length]
         return self._envelope(self.object, choices, answers)
 
-    def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def totals(self, answers: Sequence[PendingAnswer]) -> dict[str, Any]:
         """The last event of a stream where usage was asked for: all totals, and no choices."""
         return self._envelope(self.event_object, [], answers)
 
@@ -312,7 +312,7 @@ class Formatter(ABC):
         return {"index": chunk.index, "logprobs": logprobs, "finish_reason": finish_reason, "token_ids": token_ids}
 
     def _envelope(
-        self, kind: str, choices: list[dict[str, Any]], answers: Sequence[Answer] = ()
+        self, kind: str, choices: list[dict[str, Any]], answers: Sequence[PendingAnswer] = ()
     ) -> dict[str, Any]:  # in the shape of `Envelope`, with the totals of these answers
         requests = [answer.request for answer in answers if answer.request is not None]
         return {

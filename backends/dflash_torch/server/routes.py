@@ -23,7 +23,7 @@ from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 
-from ..answer import Answer
+from ..answer import PendingAnswer
 from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
 from .api import ApiError, ChatRequest, CompletionRequest, Form
@@ -132,7 +132,7 @@ class RequestHandler:
         self._check_room(count)
         stream, salt = ResponseStream(self.worker.wake), f"{owner}/{body.cache_salt}"
         for index in range(count):
-            answer = Answer(
+            answer = PendingAnswer(
                 index,
                 tokens[index // body.n],
                 _params_of_answer(params, index % body.n),

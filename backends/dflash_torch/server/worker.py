@@ -23,7 +23,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .. import facts
-from ..answer import Answer, Item, StepFailedError
+from ..answer import Item, PendingAnswer, StepFailedError
 from ..engine import EmbeddedEngine, EngineLoop
 from ..request import Request
 from .api import ApiError
@@ -71,7 +71,7 @@ class ServerMetrics(Collector):
         self._refused = self._counter(facts.REQUESTS_REFUSED, "Requests not admitted.", "status")
         for status in ("429", "503"):
             self._refused.labels(model_name, status)
-        self._last_chunk: dict[Answer, float] = {}  # time of the last chunk of each running answer that has one
+        self._last_chunk: dict[PendingAnswer, float] = {}  # time of the last chunk of each running answer that has one
         self.registry.register(self)
 
     def render(self) -> bytes:
@@ -82,7 +82,7 @@ class ServerMetrics(Collector):
         """A request was refused before it was queued."""
         self._refused.labels(self.model_name, str(status)).inc()
 
-    def observe(self, answer: Answer, request: Request, item: Item) -> None:
+    def observe(self, answer: PendingAnswer, request: Request, item: Item) -> None:
         """Measures news of an answer that is or was in the batch."""
         now, last = monotonic(), self._last_chunk.pop(answer, None)
         if last is None:
@@ -164,7 +164,7 @@ class ResponseStream:
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
-        self.answers: list[Answer] = []  # all answers of the HTTP request; the stream ends with the last of them
+        self.answers: list[PendingAnswer] = []  # all answers of the HTTP request; the stream ends with the last of them
         self.items: asyncio.Queue[Chunk | ApiError] = asyncio.Queue()
 
     def cancel(self) -> None:
@@ -236,7 +236,7 @@ class EngineWorker:
         assert self.engine is not None
         return self.engine.scheduler.cache.entries + self.max_queued
 
-    def submit(self, answers: Sequence[Answer]) -> None:
+    def submit(self, answers: Sequence[PendingAnswer]) -> None:
         """Queues answers; there must be room."""
         assert self.loop is not None
         self.admitted += len(answers)
@@ -270,7 +270,7 @@ class EngineWorker:
 
     # --- called in the thread
 
-    def deliver(self, answer: Answer, item: Item) -> None:
+    def deliver(self, answer: PendingAnswer, item: Item) -> None:
         """Measures news of an answer, and keeps them for its stream until the step is over."""
         assert isinstance(answer.group, ResponseStream)
         if answer.request is not None:

@@ -8,7 +8,7 @@ import pytest
 from dflash_serve import SamplingParams
 from dflash_serve.answers.engine import Chunk
 from dflash_serve.errors import UserError
-from dflash_torch.answer import Answer
+from dflash_torch.answer import PendingAnswer
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.grammar import Grammar, Grammars
 from dflash_torch.scheduler import Scheduler
@@ -37,7 +37,7 @@ def grammars(engine: EmbeddedEngine) -> Grammars:
 def run(
     engine: EmbeddedEngine, scheduler: Scheduler, grammar: Grammar, params: SamplingParams
 ) -> tuple[list[int], str]:
-    answer = Answer(0, [5, 6, 7], params, lambda *_: None, grammar=grammar)
+    answer = PendingAnswer(0, [5, 6, 7], params, lambda *_: None, grammar=grammar)
     request = answer.join(scheduler, engine.tokenizer)
     chunks: list[Chunk] = []
     while scheduler.running:

@@ -15,7 +15,7 @@ from dflash_serve.models.drafter import HOT_TOKENS, HotHead, read_hot_tokens, wr
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import load_drafter
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.faults.catalogue import catalogue
+from dflash_torch.faults.kinds import drafter_faults
 from dflash_torch.faults.tensors import first_difference
 from dflash_torch.grammar import Grammars
 from dflash_torch.request import Request
@@ -80,7 +80,7 @@ def test_it_differs_nowhere_from_the_reference_and_its_faults_are_its_own(folder
     assert first_difference(engine, *pair, PROMPTS[0]) is None
     speculator = engine.scheduler.speculator
     assert speculator is not None
-    (fault,) = [fault for fault in catalogue(speculator) if fault.cause == "quantised head"]
+    (fault,) = [fault for fault in drafter_faults(speculator) if fault.cause == "quantised head"]
     changed = fault.change(speculator).hot_head
     assert changed is not None
     assert speculator.hot_head is not None

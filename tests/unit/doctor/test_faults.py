@@ -11,7 +11,7 @@ import torch
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
-from dflash_torch.faults.catalogue import DrafterFault, catalogue
+from dflash_torch.faults.kinds import DrafterFault, drafter_faults
 from dflash_torch.faults.replay import EmbeddedReference
 from dflash_torch.faults.tensors import first_difference
 from dflash_torch.model_runner import Runner
@@ -63,7 +63,7 @@ def engine(pair: tuple[Path, Path]) -> EmbeddedEngine:
 @pytest.fixture(scope="module")
 def faults(engine: EmbeddedEngine) -> dict[str, DrafterFault]:
     assert engine.scheduler.speculator is not None
-    return {fault.name: fault for fault in catalogue(engine.scheduler.speculator)}
+    return {fault.name: fault for fault in drafter_faults(engine.scheduler.speculator)}
 
 
 def with_fault(engine: EmbeddedEngine, fault: DrafterFault) -> EmbeddedEngine:
@@ -115,7 +115,7 @@ def test_a_replay_counts_what_the_real_loop_counts(engine: EmbeddedEngine, pair:
     sound = answers(engine.fixed(4), prompts, params)
     assert reference.predict(None) == reference.loop()
     assert reference.predict(None).counts == tuple(output.statistics for output in sound)
-    for fault in catalogue(reference.speculator):
+    for fault in drafter_faults(reference.speculator):
         found = answers(engine.fixed(4, fault=fault.name), prompts, params)
         assert reference.predict(fault.name).counts == tuple(output.statistics for output in found), fault.name
         assert [output.token_ids for output in found] == [output.token_ids for output in sound]
@@ -136,7 +136,7 @@ def test_a_heads_fault_is_found_where_it_shows_and_changes_no_answer(kind: str, 
     assert first_difference(engine, *pair, PROMPT) is None
     speculator = engine.scheduler.speculator
     assert speculator is not None
-    faults = {fault.name: fault for fault in catalogue(speculator)}
+    faults = {fault.name: fault for fault in drafter_faults(speculator)}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = answers(engine, [PROMPT], params)[0].token_ids
     for name, where in OF_HEADS[kind].items():

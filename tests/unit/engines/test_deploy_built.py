@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dflash_engines.cli import write_deployments
 from dflash_engines.pipeline import Source
-from dflash_engines.recipe import Recipe
+from dflash_engines.recipe import BuildRecipe
 from dflash_serve.adapter.registry import server_backend
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.cli.main import app
@@ -37,7 +37,7 @@ def built(folder: Path, format: Format, *, gpu: str = "b200", fused: bool = True
     )
     seal(write_quantized_drafter(folder / f"drafter-{format}", format, config, fused=fused))
     deployment = {"target": {"model": "bundled"}, "drafter": {"model": "bundled"}, "hardware": {"gpu": gpu}}
-    recipe = Recipe.model_validate({"deployment": deployment, "build": {"drafter": [format]}})
+    recipe = BuildRecipe.model_validate({"deployment": deployment, "build": {"drafter": [format]}})
     published, path = write_deployments(recipe, {"target": Source(target, "0", {})}, folder)
     assert (published.name, load_deployment(published).drafter) == ("serve-bf16.yaml", recipe.deployment.drafter)
     return path

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_engines.pipeline import Done, Measured, Source, Step, Work, run, verify_output
-from dflash_serve.checkpoint.files import read_manifest, verify
+from dflash_serve.checkpoint.files import checksum_problems, read_manifest
 from dflash_serve.errors import UserError
 from tests.support.built import flip_last_byte
 
@@ -124,15 +124,15 @@ def test_lost_cut_and_added_files_are_found(bench: Bench) -> None:
     bench.run()
     folder = (bench.output / "report").resolve()
     (folder / "extra").write_text("?")
-    assert [problem.what for problem in verify(folder)] == ["is not in the manifest"]
+    assert [problem.what for problem in checksum_problems(folder)] == ["is not in the manifest"]
     (folder / "result").write_text("=")
-    assert "bytes, its manifest says" in verify(folder)[0].what
+    assert "bytes, its manifest says" in checksum_problems(folder)[0].what
     (folder / "result").unlink()
-    assert verify(folder)[0].what == "is missing"
+    assert checksum_problems(folder)[0].what == "is missing"
 
 
 def test_a_folder_without_a_manifest_has_no_problems(tmp_path: Path) -> None:
-    assert verify(tmp_path) == []
+    assert checksum_problems(tmp_path) == []
     with pytest.raises(UserError, match="no manifest of a finished build"):
         verify_output(tmp_path)
 
@@ -141,7 +141,7 @@ def test_a_broken_manifest_is_an_error(bench: Bench) -> None:
     bench.run()
     (bench.output / "report" / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read as a manifest"):
-        verify(bench.output / "report")
+        checksum_problems(bench.output / "report")
 
 
 def test_a_second_build_of_a_folder_waits_for_the_first_and_spares_its_scratch(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dflash_engines.cli import find_sources
-from dflash_engines.recipe import Recipe
+from dflash_engines.recipe import BuildRecipe
 from dflash_engines.trtllm_checkpoint import build_command, rank_config, reassemble, refuse
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -169,4 +169,4 @@ def test_a_target_whose_engine_would_not_build_or_answer_garbage_is_refused_befo
     config.save_pretrained(tmp_path)
     fields = {"deployment": {"target": {"model": str(tmp_path)}, "drafter": {"model": "smollm2"}}}
     with pytest.raises(UserError, match=said):
-        find_sources(Recipe.model_validate({**fields, "build": {"checkpoints": {}}}))
+        find_sources(BuildRecipe.model_validate({**fields, "build": {"checkpoints": {}}}))

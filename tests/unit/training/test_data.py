@@ -19,7 +19,7 @@ from dflash_serve.models.kv_cache import Span
 from dflash_serve.models.loader import load_target, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training import data
-from dflash_serve.training.answers import Request, ask, repeated_tail
+from dflash_serve.training.answers import AnswerRequest, ask, repeated_tail
 from dflash_serve.training.data import (
     WINDOW,
     Excluded,
@@ -27,7 +27,7 @@ from dflash_serve.training.data import (
     make_data,
 )
 from dflash_serve.training.loss import SlotLoss, Weighting
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.recipe import TrainingRecipe
 from dflash_serve.training.shards import (
     DataManifest,
     Example,
@@ -53,17 +53,17 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def recipe(prompts: Path, target: Path, **answering: Any) -> Recipe:
+def recipe(prompts: Path, target: Path, **answering: Any) -> TrainingRecipe:
     """Prompts of a file, and three that the target makes up."""
     fields = tiny_recipe(str(target), prompts).model_dump()
     own = {"kind": "synthesised", "name": "own", "count": 3, "openers": ["fox", ""], "max_new_tokens": 12}
     sources = [*fields["data"]["prompts"], own]
     fields["data"] |= {"prompts": sources, "exclude": [str(prompts.parent / "exam.jsonl")]}
     fields["data"]["answers"] |= {"max_batch_size": 4, "max_new_tokens": 10, "shard_size": 5, **answering}
-    return Recipe.model_validate(fields)
+    return TrainingRecipe.model_validate(fields)
 
 
-def make(settings: Recipe, folder: Path) -> DataManifest:
+def make(settings: TrainingRecipe, folder: Path) -> DataManifest:
     return make_data(settings, lambda: answer_engine(settings, "cpu"), folder, lambda *_: None)
 
 
@@ -147,7 +147,7 @@ ASKED = [[5, 6, 7], [9], [30, 31, 32, 33, 34, 35, 36], [12, 13], [60, 61, 62, 63
 def test_answers_do_not_depend_on_how_many_are_asked_at_once(tiny_target_folder: Path, at_once: int) -> None:
     llm = LLM(str(tiny_target_folder), dtype="float32", max_batch_size=16)
     params = [SamplingParams(temperature=t, seed=n, max_tokens=12) for n, t in enumerate([0, 0, 0, 0, 1, 1, 1])]
-    requests = [Request(n, tuple(prompt), params[n]) for n, prompt in enumerate(ASKED)]
+    requests = [AnswerRequest(n, tuple(prompt), params[n]) for n, prompt in enumerate(ASKED)]
     found = {one.request.index: one for one in ask(llm.engine, iter(requests), at_once)}
     for index, output in enumerate(llm.generate(ASKED, params)):
         assert found[index].tokens == output.token_ids
@@ -170,7 +170,7 @@ class Looping:
 def test_an_answer_that_loops_is_cut_and_its_request_ended() -> None:
     stream = Looping()
     engine = Mock(stream=lambda prompts, params: stream)
-    (found,) = ask(engine, iter([Request(0, (5,), SamplingParams())]), 4)
+    (found,) = ask(engine, iter([AnswerRequest(0, (5,), SamplingParams())]), 4)
     assert found.looped
     assert not found.ended
     assert stream.closed

@@ -18,9 +18,9 @@ from dflash_serve.client.endpoint import Endpoint, Reply
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import load_drafter, load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.training.answers import AnswerServer, Request, ask
+from dflash_serve.training.answers import AnswerRequest, AnswerServer, ask
 from dflash_serve.training.other_target import load_other_target, read_sizes
-from dflash_serve.training.recipe import Recipe
+from dflash_serve.training.recipe import TrainingRecipe
 from dflash_serve.training.run import run
 from tests.support.embedded import tiny_engine
 from tests.support.recipes import tiny_recipe, write_prompts
@@ -105,7 +105,7 @@ def test_a_servers_answers_are_those_of_its_engine(tiny_target_folder: Path) -> 
     engine = tiny_engine((tiny_target_folder, tiny_target_folder), width=1)
     prompts = [(5, 6, 7), (9,), (30, 31, 32), (12, 13), (60, 61, 62, 63), (7,) * 9]
     params = [SamplingParams(temperature=n % 2, seed=n + 2**31, max_tokens=40) for n in range(len(prompts))]
-    requests = [Request(n, prompt, params[n]) for n, prompt in enumerate(prompts)]
+    requests = [AnswerRequest(n, prompt, params[n]) for n, prompt in enumerate(prompts)]
     own = {one.request.index: one for one in ask(engine, iter(requests), 3)}
     with running(engine) as server:
         answering = AnswerServer(server.url, engine.tokenizer, 3)
@@ -119,15 +119,15 @@ def test_a_servers_answer_that_repeats_itself_is_cut(tiny_target_folder: Path, m
     tokens = (1, 2, 3, *(4, 5) * 40)
     monkeypatch.setattr(Endpoint, "complete", lambda *_: Reply("", tokens, finish_reason="stop"))
     answering = AnswerServer("http://127.0.0.1:1", load_tokenizer(str(tiny_target_folder)), 2)
-    (found,) = ask(answering, iter([Request(0, (7,), SamplingParams())]), 2)
+    (found,) = ask(answering, iter([AnswerRequest(0, (7,), SamplingParams())]), 2)
     assert (found.looped, found.ended, found.tokens) == (True, False, [1, 2, 3, *(4, 5) * 13][:28])
 
 
-def _recipe(target: Path, folder: Path, drafter: dict[str, Any], server: str | None, **training: Any) -> Recipe:
+def _recipe(target: Path, folder: Path, drafter: dict[str, Any], server: str | None, **training: Any) -> TrainingRecipe:
     recipe = tiny_recipe(str(target), write_prompts(folder / "prompts.jsonl"), drafter, **training)
     fields = recipe.model_dump(mode="json")
     fields["data"]["answers"]["server"] = server
-    return Recipe.model_validate(fields)
+    return TrainingRecipe.model_validate(fields)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_server_without_token_ids_is_refused(tiny_target_folder: Path, monkeyp
         answering = AnswerServer(server.url, engine.tokenizer, 1)
         answering.endpoint._ways["/v1/completions"] = {}
         with pytest.raises(UserError, match="returns no token ids"):
-            list(ask(answering, iter([Request(0, (5, 6), SamplingParams(max_tokens=4))]), 1))
+            list(ask(answering, iter([AnswerRequest(0, (5, 6), SamplingParams(max_tokens=4))]), 1))
 
 
 def test_a_variable_that_the_chat_template_does_not_read_is_refused(tiny_target_folder: Path) -> None:

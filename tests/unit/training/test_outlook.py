@@ -17,7 +17,7 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.training import loss
 from dflash_serve.training import outlook as module
 from dflash_serve.training.outlook import LiveBytes, outlook, step_memory, told
-from dflash_serve.training.recipe import Recipe, load_recipe
+from dflash_serve.training.recipe import TrainingRecipe, load_recipe
 from dflash_serve.training.run import drafter_config, new_drafter
 from dflash_serve.training.shards import Example
 from dflash_serve.training.trainer import Trainer
@@ -29,11 +29,11 @@ LENGTH = 200
 
 
 @pytest.fixture
-def recipe(tiny_target_folder: Path, tmp_path: Path) -> Recipe:
+def recipe(tiny_target_folder: Path, tmp_path: Path) -> TrainingRecipe:
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     fields = tiny_recipe(str(tiny_target_folder), prompts, sequences=6, anchors=40).model_dump()
     fields["data"]["answers"] |= {"max_prompt_tokens": LENGTH // 2, "max_new_tokens": LENGTH // 2}
-    return Recipe.model_validate(fields)
+    return TrainingRecipe.model_validate(fields)
 
 
 def test_live_bytes_are_those_that_are_held_at_once() -> None:
@@ -47,7 +47,7 @@ def test_live_bytes_are_those_that_are_held_at_once() -> None:
 
 
 def test_the_memory_of_a_step_is_that_of_a_real_one(
-    tiny_target_folder: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_folder: Path, recipe: TrainingRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both with attention and logits as on a CPU, and the target's layers as they are before packing."""
     monkeypatch.setattr(module, "ATTENTION", None)
@@ -69,7 +69,7 @@ def test_the_memory_of_a_step_is_that_of_a_real_one(
     assert told["step"] + 4 * parameters == pytest.approx(live.most, rel=0.1)  # gradients are of the step there
 
 
-def test_more_processes_take_less_each(recipe: Recipe) -> None:
+def test_more_processes_take_less_each(recipe: TrainingRecipe) -> None:
     one, two = outlook(recipe, 1)["memory_bytes"], outlook(recipe, 2)["memory_bytes"]
     assert one["target"] == two["target"]
     assert two["step"] < 0.75 * one["step"]
@@ -105,7 +105,7 @@ def test_the_recipe_of_gpt_oss_20b_fits_eight_b200(tmp_path: Path, monkeypatch: 
     assert "hours at 900 TFLOP/s" in told(found)
 
 
-def test_a_dry_run_tells_and_writes_nothing(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_dry_run_tells_and_writes_nothing(recipe: TrainingRecipe, tmp_path: Path) -> None:
     file, output = tmp_path / "recipe.yaml", tmp_path / "out"
     file.write_text(recipe.model_dump_json())
     arguments = ["train", str(file), "--output", str(output), "--dry-run"]

@@ -54,7 +54,7 @@ class PromptFault(Fault):
     prompts: tuple[tuple[int, ...], ...] = ()  # token ids of each prompt under the fault
 
 
-def catalogue(speculator: Speculator) -> list[DrafterFault]:
+def drafter_faults(speculator: Speculator) -> list[DrafterFault]:
     """Every fault that applies to this pair, except those of the prompt; names are unique."""
     return [*settings(speculator), *_block(speculator), *_context(), *_weights(speculator), *_heads(speculator)]
 
