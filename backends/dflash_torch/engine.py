@@ -1,8 +1,8 @@
 """The embedded engine: prompts in, streamed text out, on this process's own device.
 
-One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `PendingAnswer`s; a step of the loop drops cancelled
-answers, admits waiting ones, runs one step of the scheduler and delivers what it brought. `LLM` runs steps in its own
-thread while it reads a stream; the server's `EngineWorker` runs them in its own.
+One loop (`EngineLoop`) serves `LLM` and the HTTP server. A caller submits `PendingAnswer`s; a step of the loop drops
+cancelled answers, admits waiting ones, runs one step of the scheduler and delivers what it brought. `LLM` runs steps in
+its own thread while it reads a stream; the server's `EngineWorker` runs them in its own.
 """
 
 from __future__ import annotations

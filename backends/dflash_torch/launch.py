@@ -36,7 +36,7 @@ from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import target_source
 from dflash_serve.checkpoint.target import TargetLayout, target_configuration, target_layout
 from dflash_serve.checkpoint.target_config import read_target_headers, target_config
-from dflash_serve.checkpoint.target_files import read_target
+from dflash_serve.checkpoint.target_files import TargetFiles, read_target
 from dflash_serve.common.extras import import_problem
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.settings import describe

@@ -1,4 +1,4 @@
-"""BenchSettings of a bench, the variants that it compares, and the order of its runs."""
+"""Settings of a bench, the variants that it compares, and the order of its runs."""
 
 from __future__ import annotations
 
