@@ -1,7 +1,7 @@
 """`VLLMSettings`: a deployment, its target and its drafter, and the settings of vLLM that follow from them.
 
 `static_schedule` is a table of widths that vLLM follows without any code of ours in it: it depends on the load, and
-neither on requests nor on the machine (`dflash_serve.deployment`, `speculation.allocation`).
+neither on requests nor on the machine (`speculation.allocation`).
 """
 
 from __future__ import annotations

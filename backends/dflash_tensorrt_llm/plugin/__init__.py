@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
-    from ..launch_plan import Implementation
+    from ..settings import Implementation
 
 REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
 INTERFACE = "tensorrt_llm._torch.speculative.interface"
