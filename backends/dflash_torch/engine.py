@@ -64,7 +64,7 @@ class EngineLoop:
         self.failed_steps = 0  # steps that have failed since the last good one
         self.changed = threading.Condition()
         """Held while answers are added to or taken from `waiting`; notified by `submit` and `wake`."""
-        self._in_step = False
+        self._stepping = threading.Lock()  # several threads may drive the loop, such as a server and a caller of `LLM`
 
     def submit(self, answers: Sequence[PendingAnswer]) -> None:
         """Adds answers to the queue, from any thread."""
@@ -82,21 +82,21 @@ class EngineLoop:
 
         A step that fails ends the answers that ran in it with a StepFailedError. Those that wait go on.
         """
-        self._in_step = True
-        try:
+        with self._stepping:
             self._drop_cancelled()
             self._admit()
             if self.running:
                 self._run()
-        finally:
-            self._in_step = False
 
     def end(self, answers: Sequence[PendingAnswer]) -> None:
-        """Cancels answers, in the thread that runs the steps: they leave now, or after a step that is under way."""
+        """Cancels answers: they leave now, or before the next step if one is under way."""
         for answer in answers:
             answer.cancelled = True
-        if not self._in_step:
-            self._drop_cancelled()
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._drop_cancelled()
+            finally:
+                self._stepping.release()
 
     def fail(self, error: Exception, *, waiting: bool = False) -> None:
         """Ends all running answers, and those that wait if asked for. The K/V of the running ones is not reused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
 
 MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox?"}]
@@ -465,9 +467,9 @@ def test_a_message_that_the_chat_template_leaves_out_is_a_400_that_names_it_and_
     assert told.value.body["param"] == "messages.2"  # type: ignore[index]
 
 
-def test_acceptance_can_be_on_for_all_by_the_servers_setting(served: Running) -> None:
+def test_acceptance_can_be_on_for_all_by_the_servers_setting(tiny_folders: tuple[Path, Path]) -> None:
     with (
-        running(served.engine, acceptance_metrics="summary") as other,
+        running(tiny_engine(tiny_folders), acceptance_metrics="summary") as other,
         OpenAI(base_url=f"{other.url}/v1", api_key="any", max_retries=0) as client,
     ):
         metrics = chat(client).model_extra["metrics"]["speculative_decoding"]

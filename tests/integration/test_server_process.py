@@ -23,7 +23,8 @@ from dflash_serve.common import extras
 from dflash_serve.common.processes import free_port
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
-from dflash_torch.backend import EmbeddedBackend, backend
+from dflash_torch.backend import backend
+from dflash_torch.launch import EmbeddedLaunch
 from dflash_torch.server import __main__ as server_process
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
@@ -196,7 +197,7 @@ def full(*_: object, **__: object) -> None:
 def test_a_disk_without_room_for_the_deployment_is_one_line(
     tiny_folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EmbeddedBackend, "prepare", full)
+    monkeypatch.setattr(EmbeddedLaunch, "prepare", full)
     deployment = load_deployment(flags={"target": {"model": str(tiny_folders[0])}})
     with pytest.raises(UserError, match=r"No space left on device.*--folder"):
         prepared(backend.launch(deployment), None)
