@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_serve.adapter.protocol import Command
+from dflash_serve.adapter.protocol import Command, Launch, PreparedFile
 from dflash_serve.bench.aiperf import Aiperf, Figures, Job
 from dflash_serve.bench.runner import Bench
 from dflash_serve.common.http import page_status
@@ -41,15 +43,30 @@ class Fake:
     def __init__(self, program: str = SERVER) -> None:
         self.program, self.prepared = program, 0
 
-    def check(self, deployment: Deployment) -> list[Problem]:
+    def launch(self, deployment: Deployment) -> FakeLaunch:
+        return FakeLaunch(backend=self, deployment=deployment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeLaunch(Launch):
+    """Starts the backend's program."""
+
+    backend: Fake
+
+    @property
+    def problems(self) -> list[Problem]:
         return []
 
-    def prepare(self, deployment: Deployment, folder: Path) -> None:
-        self.prepared += 1
-        (folder / "deployment.json").write_text(deployment.model_dump_json())
+    def files(self, folder: Path) -> Sequence[PreparedFile]:
+        return ()
 
-    def command(self, deployment: Deployment, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
-        return Command((sys.executable, "-c", self.program, str(port), str(deployment.speculation.width)))
+    def prepare(self, folder: Path) -> None:
+        self.backend.prepared += 1
+        (folder / "deployment.json").write_text(self.deployment.model_dump_json())
+
+    def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
+        width = str(self.deployment.speculation.width)
+        return Command((sys.executable, "-c", self.backend.program, str(port), width))
 
 
 class Looking(Fake):
