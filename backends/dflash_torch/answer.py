@@ -16,9 +16,8 @@ from dflash_serve.answers.engine import Chunk, RequestOutput, TokenLogprob
 from dflash_serve.speculation.params import SamplingParams
 
 from .grammar import Grammar
-from .request import Request
+from .request import Request, StepResult
 from .scheduler import Scheduler
-from .step import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,10 +28,9 @@ from dflash_serve.models.kv_cache import Span, to_device
 from dflash_serve.speculation.acceptance import count_accepted
 
 from .model_runner import Fetched, Shape, TargetRunner, at_least
-from .request import Request
+from .request import BROKEN, LaunchedStep, Part, Passed, Request, in_flight
 from .sampler import Sampler, likeliest
 from .speculator import Speculator
-from .step import BROKEN, LaunchedStep, Part, Passed, in_flight
 
 T = TypeVar("T", int, Tensor)
 

@@ -37,10 +37,9 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 from .answer import AnswerFailedError, Item, PendingAnswer, StepFailedError
 from .calibration import choose_dtype, cost_of
 from .model_runner import sizes
-from .request import KVCacheManager
+from .request import KVCacheManager, StepResult
 from .scheduler import Scheduler
 from .speculator import Speculator
-from .step import StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,7 @@ from dflash_serve.speculation.noise import draw, uniforms
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.sampling import SamplingBatch, TokenCounts, greedy_tokens, probabilities
 
-from .request import Request
-from .step import BROKEN
+from .request import BROKEN, Request
 
 # Pads rows of token ids.
 UNUSED = -1

@@ -25,10 +25,9 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 from .block_step import BlockSteps
 from .grammar import Grammar
 from .model_runner import Fetched, TargetRunner, at_least, sizes
-from .request import KVCacheManager, Request
+from .request import KVCacheManager, LaunchedStep, Part, Request, StepResult, in_flight
 from .sampler import Sampler
 from .speculator import Speculator
-from .step import LaunchedStep, Part, StepResult, in_flight
 
 log = logging.getLogger(__name__)
 

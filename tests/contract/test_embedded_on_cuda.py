@@ -21,10 +21,9 @@ from dflash_serve.models.target import TargetModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.block_step import BlockSteps
 from dflash_torch.model_runner import DrafterRunner, TargetRunner
-from dflash_torch.request import Request
+from dflash_torch.request import LaunchedStep, Request
 from dflash_torch.sampler import Sampler
 from dflash_torch.speculator import Speculator
-from dflash_torch.step import LaunchedStep
 from tests.support.fake_cuda import DEVICE, OnTheDevice
 from tests.support.tiny import FULL, SLIDING, tiny_drafter_config
 

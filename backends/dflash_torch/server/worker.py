@@ -276,7 +276,8 @@ class EngineWorker:
         if answer.request is not None:
             self.metrics.observe(answer, answer.request, item)
         self._news.append((answer.group, _api_error(item) if isinstance(item, Exception) else item))
-        if item is None:  # its place is free before the step
+        # A cancelled one's place is free before the step; another thread's step is not followed by `_after_step` here.
+        if item is None or threading.current_thread() is not self._thread:
             self._post()
 
     def _run(self) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.model_runner import Fetched
-from dflash_torch.request import Request
+from dflash_torch.request import LaunchedStep, Part, Request, StepResult
 from dflash_torch.sampler import Sampler
-from dflash_torch.step import LaunchedStep, Part, StepResult
 
 VOCAB = 11
 WIDTHS = (4, 1, 3)
