@@ -48,7 +48,7 @@ INSTEAD = {
     "parallel.context": "leave it out, or serve with --backend tensorrt-llm",
     "drafter.quantization": "leave it out, or serve with --backend tensorrt-llm",
 }
-"""What to do about keys that are not honoured, where it is not `another --backend`."""
+"""Advice on a key that is not honoured; for all others it is to leave it out, or to take another backend."""
 REFUSALS = tuple(
     Refusal(
         key,

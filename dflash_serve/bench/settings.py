@@ -15,7 +15,7 @@ from dflash_serve.adapter.registry import EMBEDDED, choose_drafter, server_backe
 from dflash_serve.answers.prompts import template_kwargs
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.processes import require_program
-from dflash_serve.common.settings import Frozen, PositiveInt, describe, without_nulls
+from dflash_serve.common.settings import Frozen, PositiveInt, Several, describe, without_nulls
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
@@ -35,10 +35,6 @@ def _user_counts(text: str | Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _several(given: Any) -> Any:
-    return given or ()
-
-
 class BenchSettings(Frozen):
     """A field for each option of `dflash-serve bench`, with the same name, and its `engine_args`."""
 
@@ -48,8 +44,8 @@ class BenchSettings(Frozen):
     drafter: str | None
     backend: str
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
-    variant: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
-    endpoint: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()
+    variant: Several = ()
+    endpoint: Several = ()
     dataset: str
     concurrency: Annotated[tuple[PositiveInt, ...], BeforeValidator(_user_counts)]
     rounds: PositiveInt

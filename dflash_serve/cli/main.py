@@ -50,12 +50,12 @@ SETTINGS: dict[str, Any] = {
 
 
 class Commands(UserDict[str, Any]):
-    """Module of each verb, and its command once it was asked for."""
+    """Module and function of each verb, and its command once it was asked for."""
 
     def __getitem__(self, verb: str) -> Any:
         found = self.data[verb]
-        if isinstance(found, str):
-            self.data[verb] = found = _command(verb, found)
+        if isinstance(found, tuple):
+            self.data[verb] = found = _command(verb, *found)
         return found
 
 
@@ -64,23 +64,23 @@ class Verbs(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        others = {point.name: point.module for point in entry_points(group="dflash_serve.verbs")}
-        self.modules = {**MODULES, **others}
-        self.commands = Commands(self.modules)
+        others = {point.name: (point.module, point.attr) for point in entry_points(group="dflash_serve.verbs")}
+        self.functions = {**{verb: (module, verb) for verb, module in MODULES.items()}, **others}
+        self.commands = Commands(self.functions)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes a line for each verb: the first line of its function's docstring."""
-        lines = {module: _first_lines(module) for module in set(self.modules.values())}
+        lines = {module: _first_lines(module) for module in {module for module, _ in self.functions.values()}}
         with formatter.section("Commands"):
-            formatter.write_dl([(verb, lines[module].get(verb, "")) for verb, module in self.modules.items()])
+            formatter.write_dl([(verb, lines[module].get(name, "")) for verb, (module, name) in self.functions.items()])
 
 
-def _command(verb: str, module: str) -> Any:
+def _command(verb: str, module: str, function: str) -> Any:
     from dflash_serve.cli import options
 
     own = typer.Typer(add_completion=False, **SETTINGS)
     own.command(verb, cls=options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb)(
-        getattr(import_module(module), verb)
+        getattr(import_module(module), function)
     )
     return typer.main.get_command(own)
 

@@ -17,6 +17,7 @@ from dflash_serve.answers.prompts import read_prompt_set
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
 from dflash_serve.common.extras import need
+from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -119,7 +120,7 @@ def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str)
 
 
 def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair, *, as_json: bool, quiet: bool) -> int:
-    from dflash_serve.verify.report import EXIT_CODES, report_of, show, write_report
+    from dflash_serve.verify.report import EXIT_CODES, report_of, show
     from dflash_serve.verify.verification import Verification
 
     output, plan = settings.output, settings.plan(prompts, pair)
@@ -128,7 +129,7 @@ def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair,
         with _progress(quiet=quiet) as progress:
             findings = Verification(plan, prompts, pair, store, progress).run()
         report = report_of(plan, pair.descriptions, findings)
-        write_report(report, output)
+        write_json(output, report)
     console = Console(highlight=False, quiet=as_json, emoji=False)
     show(report, console)
     if as_json:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -15,6 +15,8 @@ from dflash_serve.errors import UserError, did_you_mean
 ENV_PREFIX = "DFLASH_SERVE_"
 NESTED = "__"  # Separator of a section and its key in the name of an environment variable
 PositiveInt = Annotated[int, Field(gt=0)]
+Several = Annotated[tuple[str, ...], BeforeValidator(lambda given: given or ())]
+"""Values of an option that may be given several times; the command line gives None where it is not given."""
 
 
 class Frozen(BaseModel):

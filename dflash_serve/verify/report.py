@@ -25,7 +25,6 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -33,7 +32,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dflash_serve.common.provenance import PACKAGES, now, versions
-from dflash_serve.common.reports import write_json
 from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
@@ -159,11 +157,6 @@ def report_of(plan: VerifyPlan, subjects: Mapping[str, Description], findings: F
     return VerifyReport(
         date=now(), versions=installed, subjects=subjects, plan=plan, noise=plan.noise, findings=findings
     )
-
-
-def write_report(report: VerifyReport, path: Path) -> None:
-    """Writes a report as JSON; raises UserError if it cannot be written."""
-    write_json(path, report)
 
 
 def conclude(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
@@ -12,7 +12,7 @@ from dflash_serve.answers.engine import Prompt
 from dflash_serve.answers.prompts import prompts_digest, template_kwargs
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import read_api_key
-from dflash_serve.common.settings import Frozen, PositiveInt
+from dflash_serve.common.settings import Frozen, PositiveInt, Several
 from dflash_serve.errors import UserError
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import SubjectPair, two_servers
@@ -30,20 +30,13 @@ def _enough(samples: int | None) -> int | None:
     return samples
 
 
-def _several(given: Any) -> Any:
-    return given or ()
-
-
-Urls = Annotated[tuple[str, ...], BeforeValidator(_several)]
-
-
 class VerifySettings(Frozen):
     """A field for each option of `dflash-serve verify` that is not of a deployment, with the same name."""
 
     with_url: str | None
     without_url: str | None
-    with_metrics_url: Urls
-    without_metrics_url: Urls
+    with_metrics_url: Several
+    without_metrics_url: Several
     model: str | None
     api_key_file: Path | None
     concurrency: PositiveInt

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.answers.prompts import read_prompt_set
+from dflash_serve.common.reports import write_json
 from dflash_serve.errors import UserError
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import VerifyPlan
-from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, report_of, show, write_report
+from dflash_serve.verify.report import FaultKind, Findings, VerifyReport, report_of, show
 from dflash_serve.verify.tokens import Difference, TokenComparison
 
 SUBJECTS = {"with": {"url": "http://a"}, "without": {"url": "http://b"}}
@@ -48,7 +49,7 @@ def shown(made: VerifyReport, width: int = 160) -> str:
 
 def test_a_report_is_written_whole_with_versions_and_comes_back(tmp_path: Path) -> None:
     written = report()
-    write_report(written, tmp_path / "r.json")
+    write_json(tmp_path / "r.json", written)
     assert VerifyReport.model_validate_json((tmp_path / "r.json").read_text()) == written
     assert written.versions["dflash-serve"]
     assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
