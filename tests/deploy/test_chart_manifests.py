@@ -173,6 +173,7 @@ def test_yamllint_finds_nothing_in_the_charts_own_files() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.thorough
 def test_checkov_finds_nothing_that_is_not_argued(tmp_path: Path) -> None:
     """No root, no writable root file system, no privilege, no service account's token, requests and limits, digests."""
     checkov = os.environ.get("CHECKOV")

@@ -25,7 +25,7 @@ from tests.support.images import Image
 from tests.support.tiny_target import write_tiny_pair
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 IMAGE = {"repository": "registry.example/dflash-serve-torch", "digest": f"sha256:{64 * '0'}"}
 ONE_CORE = [{"name": "OMP_NUM_THREADS", "value": "1"}]
 

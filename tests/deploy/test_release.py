@@ -30,6 +30,20 @@ STYLE = (
 STYLE += "{max-spaces-inside: 0}, comments: {min-spaces-from-content: 1}}}"
 
 
+FORMS = {
+    "vendor.dependabot": [ROOT / ".github" / "dependabot.yml"],
+    "vendor.github-issue-config": [ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"],
+    "vendor.github-issue-forms": sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yaml")),
+}
+
+
+@pytest.mark.parametrize("schema", FORMS)
+def test_what_github_reads_beside_workflows_is_well_formed(schema: str) -> None:
+    argv = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, FORMS[schema])]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.parametrize(
     "argv",
@@ -43,16 +57,6 @@ STYLE += "{max-spaces-inside: 0}, comments: {min-spaces-from-content: 1}}}"
 def test_a_workflow_is_well_formed_and_safe(argv: list[str], file: Path) -> None:
     done = subprocess.run([*argv, str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_push_runs_the_suites_of_make_test() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (body,) = re.findall(r"^test:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    (servers,) = re.findall(r"^SERVERS \?= (.*)$", makefile, re.MULTILINE)
-    body = body.replace("$(SERVERS)", servers)
-    wanted = {word for word in re.findall(r"[\w-]+", body) if re.search(rf"^{word}:", makefile, re.MULTILINE)}
-    suites = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]["suite"]
-    assert {target for suite in suites for target in suite.split()} == wanted - {"environments"}
 
 
 def test_nothing_is_released_before_the_suites_have_passed() -> None:

@@ -24,6 +24,7 @@ QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps"),
 )
+pytestmark = pytest.mark.thorough
 TOKENS = 200
 """Length of an answer. A busy machine let aiperf read a whole answer of 40 at once: no interactivity then."""
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"

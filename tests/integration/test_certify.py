@@ -142,6 +142,7 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert "calibrated: fixed 4, 2 users: measured 61 tokens/s" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_one_server_runs_at_a_time_where_they_do_not_fit_together(site: MakeSite) -> None:
     found = site()
     assert found.certify("--in-turn") == 0
@@ -161,6 +162,7 @@ def test_a_lossy_server_is_refused_and_its_fault_is_named(
     assert found.report["lines"][0].startswith("not lossless: fixed 4: stale state")
 
 
+@pytest.mark.thorough
 def test_a_slow_server_is_refused(site: MakeSite) -> None:
     found = site()
     found.gain |= {"fixed-4": 0.7, "auto": 0.8}
@@ -186,6 +188,7 @@ def stand_in(examined: Examined) -> Callable[..., None]:
     return examine
 
 
+@pytest.mark.thorough
 def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
     site: MakeSite, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +219,7 @@ def test_the_low_acceptance_of_a_damaged_drafter_is_seen_and_the_doctor_asked(
     assert found.report["request"]["chat_template_kwargs"] == variables
 
 
+@pytest.mark.thorough
 def test_an_interrupted_certification_goes_on(site: MakeSite) -> None:
     found = site()
     found.stop_after = 5

@@ -67,7 +67,7 @@ def test_plain_decoding_is_what_transformers_generates(prompts: Answers, plain: 
         assert plain[index][: len(answer)] == answer
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [8, *(pytest.param(width, marks=pytest.mark.thorough) for width in (2, 4))])
 def test_greedy_answers_are_the_same_token_for_token(
     llm: LLM, scheduler: Scheduler, prompts: Answers, plain: Answers, width: int
 ) -> None:
@@ -88,6 +88,7 @@ def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(
     assert [output.token_ids for output in alone] == [output.token_ids for output in together[:3]]
 
 
+@pytest.mark.thorough
 def test_in_bfloat16_answers_part_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rounding that depends on the number of rows, as GPUs and a CPU's matrix units have it."""
     monkeypatch.setattr(layers, "pack_linear", lambda linear, *, compiled=True: RoundedByRows(linear))

@@ -98,7 +98,12 @@ def speculating(folders: tuple[Path, Path], expected: Samples, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, torch.float32) for case in CASES), ("temperature 1", torch.bfloat16)]
+    ("case", "dtype"),
+    [
+        ("top-k 20", torch.float32),
+        *(pytest.param(case, torch.float32, marks=pytest.mark.thorough) for case in CASES if case != "top-k 20"),
+        pytest.param("temperature 1", torch.bfloat16, marks=pytest.mark.thorough),
+    ],
 )
 def test_speculation_samples_what_plain_sampling_samples(
     folders: tuple[Path, Path], plainly: Callable[..., Samples], case: str, dtype: torch.dtype

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 
 from dflash_serve import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
@@ -95,6 +96,7 @@ def resident() -> int:
     return int(lines["VmRSS"].split()[0]) * 1024
 
 
+@pytest.mark.thorough
 def test_under_four_times_its_capacity_every_request_has_one_true_outcome(tiny_folders: tuple[Path, Path]) -> None:
     expected = solo(tiny_engine(tiny_folders, max_batch_size=1))
     with running(tiny_engine(tiny_folders, max_batch_size=8), queue=32) as server:

@@ -250,6 +250,7 @@ app()
 """`dflash-serve`, whose second process is asked to stop at step 6."""
 
 
+@pytest.mark.thorough
 def test_two_processes_that_were_stopped_in_between_answer_and_train_as_one_does(
     target: str, prompts: Path, tmp_path: Path
 ) -> None:

@@ -234,6 +234,7 @@ def test_servers_that_tell_nothing_of_their_speculation_are_asked_nothing(
     assert not command.output.exists()
 
 
+@pytest.mark.thorough
 def test_an_honest_server_is_lossless_and_everything_was_tested(tmp_path: Path) -> None:
     """Fields, streams, choices and long prompts of the embedded server; `test_verify_cheats` has those that cheat."""
     folders, prompts = sharp_pair(tmp_path, positions=640), [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -336,6 +337,7 @@ def test_what_cannot_be_verified_is_one_clear_line(command: Command, arguments: 
 
 
 @pytest.mark.model
+@pytest.mark.thorough
 def test_the_bundled_pair_is_lossless(command: Command) -> None:
     try:
         target_folder("smollm2")

@@ -22,7 +22,7 @@ from dflash_torch.speculator import Speculator
 from tests.support.prompts import word_problems
 
 zlab = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.thorough]
 NEW_TOKENS = 48
 
 

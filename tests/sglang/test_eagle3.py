@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,8 @@ from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.deployment.description import Deployment
 from tests.support.eagle3 import write_eagle3_head
-from tests.support.sglang_server import Berth, OnCpu, fleet
+from tests.support.fleet import Fleet
+from tests.support.sglang_server import OnCpu, Server, fleet
 from tests.support.tiny_target import write_tiny_target
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
@@ -19,7 +20,7 @@ DRAFTED, TOKENS = 3, 32
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     folder = tmp_path_factory.mktemp("eagle3")
     target = write_tiny_target(folder / "target", positions=512)
     head = write_eagle3_head(folder / "head", target)
@@ -31,11 +32,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         drafting = overlay_variants(deployment, [f"eagle3={Path(__file__).parents[2] / example}"], backend)
     variants = {"plain": deployed_variants(deployment, ["off"], backend)["off"], **drafting}
     wanted = {name: (variant, backend) for name, variant in variants.items()}
-    with fleet(tmp_path_factory.mktemp("servers"), wanted, at_once=2) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), wanted) as running:
         yield running
 
 
-def test_it_answers_as_the_plain_server_and_its_acceptance_is_read(servers: Mapping[str, Berth]) -> None:
+def test_it_answers_as_the_plain_server_and_its_acceptance_is_read(servers: Fleet[Server]) -> None:
     plain = servers["plain"].ready.result()
     truth = plain.tokens(PROMPTS, TOKENS)
     servers["plain"].left.set()

@@ -15,8 +15,9 @@ import pytest
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.writer import write_drafter
 from tests.support.embedded import answers, tiny_engine
+from tests.support.fleet import Fleet
 from tests.support.heads import CONVOLUTION, SELECTOR, SHIFTED, VANILLA
-from tests.support.sglang_server import Berth, OnCpu, deployment, fleet, tiny_pair
+from tests.support.sglang_server import OnCpu, Server, deployment, fleet, tiny_pair
 from tests.support.tiny import random_tensors
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
@@ -45,19 +46,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 @pytest.fixture(scope="module")
-def servers(
-    folders: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Berth]]:
+def servers(folders: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     plain = deployment(next(iter(folders.values())), requests=4, width="off"), OnCpu(IN_STEP)
     wanted = {
         name: (deployment(models, requests=4, width=PAIRS[name][1]), OnCpu(IN_STEP)) for name, models in folders.items()
     }
-    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}, at_once=2) as running:
+    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def truth(servers: Mapping[str, Berth]) -> list[list[int]]:
+def truth(servers: Fleet[Server]) -> list[list[int]]:
     """What the same server answers without speculation."""
     server = servers["plain"].ready.result()
     tokens = server.tokens(PROMPTS, TOKENS)
@@ -67,7 +66,7 @@ def truth(servers: Mapping[str, Berth]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_it_answers_as_without_speculation_and_accepts_as_our_loop(
-    name: str, servers: Mapping[str, Berth], truth: list[list[int]], folders: dict[str, tuple[Path, Path]]
+    name: str, servers: Fleet[Server], truth: list[list[int]], folders: dict[str, tuple[Path, Path]]
 ) -> None:
     server = servers[name].ready.result()
     found = [server.generate(prompt, TOKENS) for prompt in PROMPTS]

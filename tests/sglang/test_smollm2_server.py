@@ -5,7 +5,7 @@ widths that follow the load.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,9 @@ from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
+from tests.support.fleet import Fleet
 from tests.support.prompts import brief, word_problems
-from tests.support.sglang_server import CROWD, Berth, OnCpu, Server, fleet, smollm2
+from tests.support.sglang_server import CROWD, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 20, 64, 10
@@ -45,7 +46,7 @@ PLAN = VerifyPlan(
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     """Without speculation (`plain`), in whole blocks (`DFLASH`), as wide as it pays (`automatic`), `narrow`,
     and in whole blocks for few requests only (`pausing`).
 
@@ -63,12 +64,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         "narrow": (smollm2(3), OnCpu(*VERIFYING)),
         "pausing": (smollm2("auto"), OnCpu(env={"DFLASH_SERVE_COST_TABLE": str(table), "SGLANG_CPU_DRAFTS_FOR": "4"})),
     }
-    with fleet(folder, wanted, at_once=len(wanted)) as running:  # tests hold some of each
+    with fleet(folder, wanted) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def prompts(servers: Mapping[str, Berth]) -> Tokens:
+def prompts(servers: Fleet[Server]) -> Tokens:
     tokenizer = load_tokenizer("smollm2")
     encoded = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -99,7 +100,7 @@ def assert_same_special_answers(server: Server, prompts: Tokens, plain: Answers)
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: Tokens, servers: Mapping[str, Berth]) -> Answers:
+def plain(prompts: Tokens, servers: Fleet[Server]) -> Answers:
     server = servers["plain"].ready.result()
     return Answers(server.tokens(prompts, TOKENS, STREAMS), *special_answers(server, prompts))
 
@@ -111,7 +112,7 @@ def mean_width(statistics: AcceptanceStatistics) -> float:
 
 
 def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
-    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
+    prompts: Tokens, plain: Answers, servers: Fleet[Server]
 ) -> None:
     server = servers["DFLASH"].ready.result()
     before = read_acceptance(server.url)
@@ -127,7 +128,7 @@ def test_dflash_changes_no_token_and_accepts_what_the_embedded_engine_does(
 
 
 def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(
-    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
+    prompts: Tokens, plain: Answers, servers: Fleet[Server]
 ) -> None:
     server = servers["DFLASH"].ready.result()
     (answer,) = plain.tokens[:1]
@@ -139,7 +140,7 @@ def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(
 
 
 def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
-    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
+    prompts: Tokens, plain: Answers, servers: Fleet[Server]
 ) -> None:
     server = servers["automatic"].ready.result()
     started = read_acceptance(server.url)
@@ -151,9 +152,7 @@ def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
     assert mean_width(alone.since(started)) > mean_width(crowd.since(alone))
 
 
-def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(
-    prompts: Tokens, servers: Mapping[str, Berth]
-) -> None:
+def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(prompts: Tokens, servers: Fleet[Server]) -> None:
     """The first answers were decoded without drafts, eight at once; their K/V are the prefixes of the second turns."""
     server = servers["pausing"].ready.result()
     turns = [prompt + answer for prompt, answer in zip(prompts[:8], server.tokens(prompts[:8], 48, 8), strict=True)]
@@ -191,14 +190,14 @@ class Nobody:
         return False
 
 
-def verification(servers: Mapping[str, Berth], name: str, plan: VerifyPlan) -> tuple[Store, Findings]:
+def verification(servers: Fleet[Server], name: str, plan: VerifyPlan) -> tuple[Store, Findings]:
     """A verification of a server against the one that does not speculate."""
     store = Store(None, {})
     speculating, plain = (Endpoint(servers[one].ready.result().url, concurrency=AT_ONCE) for one in (name, "plain"))
     return store, Verification(plan, brief(), two_servers(speculating, plain), store).run()
 
 
-def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Mapping[str, Berth]) -> None:
+def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Fleet[Server]) -> None:
     found = verification(servers, "narrow", PLAN.model_copy(update={"samples": FEWEST, "sample_tokens": 4}))[1]
     assert found.headline.startswith("lossless: greedy and sampled; not tested: "), found.headline
     assert (found.scope, found.unit) == (("long answers", "seed (not kept without speculation)"), "token ids")
@@ -206,7 +205,7 @@ def test_greedy_and_sampled_decoding_is_lossless_with_penalties_too(servers: Map
 
 
 @pytest.fixture(scope="module")
-def verified(servers: Mapping[str, Berth]) -> tuple[Store, Findings]:
+def verified(servers: Fleet[Server]) -> tuple[Store, Findings]:
     """One verification of all cases."""
     return verification(servers, "DFLASH", PLAN)
 
@@ -234,7 +233,7 @@ def test_what_is_refused_is_not_called_lossless(verified: tuple[Store, Findings]
 
 
 def test_an_update_of_the_targets_weights_leaves_the_drafter_as_it_was(
-    prompts: Tokens, plain: Answers, servers: Mapping[str, Berth]
+    prompts: Tokens, plain: Answers, servers: Fleet[Server]
 ) -> None:
     """As trainers of the target do it; SGLang's own would put the target's layers over the drafter's."""
     server = servers["narrow"].ready.result()

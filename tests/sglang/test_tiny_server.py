@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,9 @@ from dflash_serve.adapter.counters import ACCEPTED, STEPS
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE
 from dflash_sglang.facts import DRAFT_SECONDS, FACTS
+from tests.support.fleet import Berth, Fleet, ahead
 from tests.support.promql import exported, missing
-from tests.support.sglang_server import Berth, OnCpu, Server, deployment, fleet, tiny_pair
+from tests.support.sglang_server import OnCpu, Server, deployment, fleet, tiny_pair
 from tests.support.tiny import write_tiny_drafter
 
 PROMPTS = [
@@ -103,6 +104,11 @@ WAYS = {
 }
 
 
+DAILY = "automatic, retracting, windowed"
+"""The way that `make test` tries."""
+THOROUGH = pytest.mark.thorough
+
+
 def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployment, OnCpu]:
     """The way's deployment, and the backend that serves it."""
     env = dict(way.env)
@@ -117,7 +123,7 @@ def started(way: Way, models: tuple[Path, Path], folder: Path) -> tuple[Deployme
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet[Server]]:
     """One without speculation for each family, and one for each of the ways."""
     folder, wanted = tmp_path_factory.mktemp("tiny"), {}
     for family, flags in PLAIN.items():
@@ -125,7 +131,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, B
         models = target, write_tiny_drafter(folder / family / "drafter", config)
         wanted[family] = deployment(models, width="off"), OnCpu(*flags)
         wanted |= {name: started(way, models, folder) for name, way in WAYS.items() if way.family == family}
-    with fleet(folder, wanted) as running:
+    with fleet(folder, wanted, ahead=ahead(pytestconfig)) as running:
         yield running
 
 
@@ -136,14 +142,14 @@ def truths() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def truth(way: Way, truths: dict[str, dict[str, Any]], servers: Mapping[str, Berth]) -> dict[str, Any]:
+def truth(way: Way, truths: dict[str, dict[str, Any]], servers: Fleet[Server]) -> dict[str, Any]:
     """What the same server answers without speculation."""
     if way.family not in truths:
         truths[way.family] = answers_of(servers[way.family])
     return truths[way.family]
 
 
-def answers_of(berth: Berth) -> dict[str, Any]:
+def answers_of(berth: Berth[Server]) -> dict[str, Any]:
     server = berth.ready.result()
     logprobs = server.generate(PROMPTS[0], return_logprob=True)["meta_info"]["output_token_logprobs"]
     found = {
@@ -192,13 +198,13 @@ def to_the_end(server: Server) -> list[list[int]]:
         return list(pool.map(to_the_end_of, prompts))
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[name if name == DAILY else pytest.param(name, marks=THOROUGH) for name in WAYS])
 def way(request: pytest.FixtureRequest) -> Way:
     return WAYS[request.param]
 
 
 @pytest.fixture(scope="module")
-def server(way: Way, servers: Mapping[str, Berth]) -> Iterator[Server]:
+def server(way: Way, servers: Fleet[Server]) -> Iterator[Server]:
     berth = next(servers[name] for name, one in WAYS.items() if one is way)
     yield berth.ready.result()
     berth.left.set()

@@ -7,11 +7,10 @@ import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
 from dflash_sglang.launch import SGLangLaunch
+from tests.support.fleet import Fleet, Serve
+from tests.support.fleet import fleet as several
 from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -43,8 +44,6 @@ ENVIRONMENT = {
 }
 PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
-AT_ONCE = 3
-"""Servers side by side, of 3 GB each: most of a start is one thread that imports."""
 CROWD = 16
 """Requests that a server of SmolLM2 takes at once."""
 OF_REQUEST = ("return_logprob", "rid")
@@ -180,36 +179,19 @@ def deployment(models: tuple[Path, Path], ranks: int = 1, requests: int = 8, **s
     return Deployment.model_validate({**fields, **devices, "speculation": speculation})
 
 
-@dataclass(frozen=True)
-class Berth:
-    """A server's place among several."""
+@contextmanager
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], *, ahead: int = 1) -> Iterator[Fleet[Server]]:
+    """Servers by name, 3 GB each, started as `verify` and `bench` start them when one is first asked for."""
 
-    ready: Future[Server] = field(default_factory=Future)
-    left: Event = field(default_factory=Event)
-    """Set it when the server is no longer needed: it is stopped, and another one may start."""
+    def starting(deployment: Deployment, backend: OnCpu) -> Serve[Server]:
+        return lambda folder: serving(folder, deployment, backend)
+
+    with several(folder, {name: starting(*how) for name, how in wanted.items()}, ahead=ahead) as servers:
+        yield servers
 
 
 @contextmanager
-def fleet(
-    folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], at_once: int = AT_ONCE
-) -> Iterator[Mapping[str, Berth]]:
-    """Servers by name, each in a folder of its own, started in this order as `verify` and `bench` start them."""
-    berths = {name: Berth() for name in wanted}
-
-    def run(berth: Berth, own: Path, deployment: Deployment, backend: OnCpu) -> None:
-        try:
-            with running_server(backend, deployment, own, patience=PATIENCE) as url:
-                berth.ready.set_result(Server(url, own))
-                berth.left.wait()
-        except UserError as error:
-            berth.ready.set_exception(error)
-
-    with ThreadPoolExecutor(at_once) as pool:
-        try:
-            for number, (name, how) in enumerate(wanted.items()):
-                pool.submit(run, berths[name], folder / str(number), *how)
-            yield berths
-        finally:
-            for berth in berths.values():
-                berth.left.set()
-            pool.shutdown(cancel_futures=True)
+def serving(folder: Path, deployment: Deployment, backend: OnCpu) -> Iterator[Server]:
+    """A server that is ready; it is gone when the block ends."""
+    with running_server(backend, deployment, folder, patience=PATIENCE) as url:
+        yield Server(url, folder)

@@ -6,11 +6,10 @@ import json
 import os
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -24,6 +23,8 @@ from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 from dflash_vllm.launch import VLLMLaunch
+from tests.support.fleet import Fleet, Serve
+from tests.support.fleet import fleet as several
 
 ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
 """On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
@@ -131,47 +132,12 @@ def serving(folder: Path, deployment: Deployment, backend: OnCpu | None = None) 
         yield Server(url, folder)
 
 
-@dataclass(frozen=True)
-class Berth:
-    """A server's place among several."""
-
-    ready: Future[Server] = field(default_factory=Future)
-    left: Event = field(default_factory=Event)
-    """Set it when the server is no longer needed: it is stopped."""
-
-
-class Fleet:
-    """Servers by name, each in a folder of its own, started when it or the one before it is first asked for."""
-
-    def __init__(self, folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], pool: ThreadPoolExecutor) -> None:
-        self.folder, self.wanted, self.pool = folder, wanted, pool
-        self.berths: dict[str, Berth] = {}
-
-    def __getitem__(self, name: str) -> Berth:
-        names = list(self.wanted)
-        for near in names[names.index(name) :][:2]:  # most of a start is one thread that imports
-            if near not in self.berths:
-                self.berths[near] = Berth()
-                self.pool.submit(self._run, near)
-        return self.berths[name]
-
-    def _run(self, name: str) -> None:
-        berth = self.berths[name]
-        try:
-            with serving(self.folder / name, *self.wanted[name]) as server:
-                berth.ready.set_result(server)
-                berth.left.wait()
-        except UserError as error:
-            berth.ready.set_exception(error)
-
-
 @contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]]) -> Iterator[Fleet]:
-    """All of them are gone when the block ends."""
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        servers = Fleet(folder, wanted, pool)
-        try:
-            yield servers
-        finally:
-            for berth in servers.berths.values():
-                berth.left.set()
+def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], *, ahead: int = 1) -> Iterator[Fleet[Server]]:
+    """Servers by name, each started when it or the one before it is first asked for."""
+
+    def starting(deployment: Deployment, backend: OnCpu) -> Serve[Server]:
+        return lambda folder: serving(folder, deployment, backend)
+
+    with several(folder, {name: starting(*how) for name, how in wanted.items()}, ahead=ahead) as servers:
+        yield servers

@@ -109,6 +109,7 @@ def test_steps_are_limited_and_kept_as_they_come(monkeypatch: pytest.MonkeyPatch
     assert "no such GPU" in str(found["bad"]["log"])
 
 
+@pytest.mark.thorough
 def test_the_embedded_engine_is_rehearsed_on_a_cpu(monkeypatch: pytest.MonkeyPatch, pair: Pair, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     ended = outcomes(rehearsed("L1", tmp_path / "out", pair, processes=True))

@@ -19,9 +19,10 @@ from dflash_serve.doctor.evidence import interview
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.models.loader import load_drafter
 from dflash_torch.faults.replay import EmbeddedReference
+from tests.support.fleet import Fleet
 from tests.support.prompts import word_problems
 from tests.support.tiny import edit_json
-from tests.support.vllm_server import Fleet, OnCpu, fleet, smollm2
+from tests.support.vllm_server import OnCpu, Server, fleet, smollm2
 
 # Eight minutes on two cores: every fault that the doctor knows is replayed, and five servers are asked.
 wanted = os.environ.get("DFLASH_SERVE_TEST_DOCTOR") == "1"
@@ -49,7 +50,7 @@ def hypotheses() -> list[Hypothesis]:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     """One for each suspect: our checks find nothing wrong with any of them."""
     folder = tmp_path_factory.mktemp("suspects")
     fleets = {}
@@ -64,7 +65,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("cause", SUSPECTS)
 def test_a_server_with_a_fault_is_diagnosed_from_outside(
-    cause: str, servers: Fleet, hypotheses: list[Hypothesis]
+    cause: str, servers: Fleet[Server], hypotheses: list[Hypothesis]
 ) -> None:
     server = servers[cause].ready.result()
     told = interview(Endpoint(server.url), PROMPTS, PARAMS, BLOCK)

@@ -35,9 +35,10 @@ from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
 from dflash_vllm.settings import static_schedule
+from tests.support.fleet import Fleet, ahead
 from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
-from tests.support.vllm_server import CROWD, LIMITS, Fleet, OnCpu, Server, fleet, smollm2
+from tests.support.vllm_server import CROWD, LIMITS, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
@@ -80,7 +81,7 @@ def write_reduced_drafter(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet[Server]]:
     """Without speculation (`plain`), and at every kind of width."""
     folder = tmp_path_factory.mktemp("smollm2")
     table = folder / "cost.json"
@@ -94,12 +95,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
         "reduced": (smollm2(8, drafter={"model": str(write_reduced_drafter(folder / "reduced drafter"))}), OnCpu()),
     }
-    with fleet(folder, wanted) as running:
+    with fleet(folder, wanted, ahead=ahead(pytestconfig)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def prompts(servers: Fleet) -> Tokens:
+def prompts(servers: Fleet[Server]) -> Tokens:
     tokenizer = load_tokenizer("smollm2")
     encoded = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -161,7 +162,7 @@ def logprobs(server: Server, prompts: Tokens) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def truth(servers: Fleet, prompts: Tokens) -> dict[str, Any]:
+def truth(servers: Fleet[Server], prompts: Tokens) -> dict[str, Any]:
     """What the same server answers without speculation."""
     server = servers["plain"].ready.result()
     return {name: ask(server, prompts) for name, ask in CASES.items()} | {"logprobs": logprobs(server, prompts)}
@@ -215,8 +216,9 @@ def assert_a_cached_prompt_is_drafted_from_as_a_new_one(server: Server, prompt: 
     assert accepted[0] == pytest.approx(accepted[1], rel=0.02)
 
 
+@pytest.mark.thorough
 def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
-    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["full"].ready.result()
     assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
@@ -226,13 +228,19 @@ def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
     assert_a_cached_prompt_is_drafted_from_as_a_new_one(server, long)
 
 
-def test_a_head_for_a_part_of_the_tokens_drafts_as_ours(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
+@pytest.mark.thorough
+def test_a_head_for_a_part_of_the_tokens_drafts_as_ours(
+    servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]
+) -> None:
     server = servers["reduced"].ready.result()
     assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth)
     servers["reduced"].left.set()
 
 
-def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(servers: Fleet, prompts: Tokens) -> None:
+@pytest.mark.thorough
+def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(
+    servers: Fleet[Server], prompts: Tokens
+) -> None:
     server = servers["full"].ready.result()
     (answer,) = server.tokens(prompts[:1], TOKENS)
     stop = next(token for at, token in enumerate(answer) if at > 7 and token not in answer[:at])
@@ -242,7 +250,8 @@ def test_answers_to_train_on_are_the_servers_and_end_with_their_stop_token(serve
     assert (found.tokens, found.ended) == (answer[: answer.index(stop) + 1], True)
 
 
-def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> None:
+@pytest.mark.thorough
+def test_what_vllm_counts_is_what_we_count(servers: Fleet[Server], prompts: Tokens) -> None:
     server = servers["full"].ready.result()
     server.tokens(prompts[:3], 16, 3)
     now = server.samples
@@ -254,7 +263,8 @@ def test_what_vllm_counts_is_what_we_count(servers: Fleet, prompts: Tokens) -> N
     assert all(wider <= narrower for narrower, wider in pairwise(survival))
 
 
-def test_what_vllm_does_not_do_with_speculation_it_says(servers: Fleet, prompts: Tokens) -> None:
+@pytest.mark.thorough
+def test_what_vllm_does_not_do_with_speculation_it_says(servers: Fleet[Server], prompts: Tokens) -> None:
     for asked in ({"min_p": 0.1, "temperature": 0.5}, {"logit_bias": {"5": 3}}):
         with pytest.raises(urllib.error.HTTPError) as refused:
             servers["full"].ready.result().complete(prompts[0], 8, **asked)
@@ -262,7 +272,8 @@ def test_what_vllm_does_not_do_with_speculation_it_says(servers: Fleet, prompts:
         assert "not yet supported with speculative decoding" in refused.value.read().decode()
 
 
-def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(servers: Fleet) -> None:
+@pytest.mark.thorough
+def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(servers: Fleet[Server]) -> None:
     server, metrics = servers["full"].ready.result(), FACTS.metrics
     page = exported(server.get(metrics.path))
     assert missing("vllm", page) == []
@@ -272,19 +283,18 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
     servers["full"].left.set()
 
 
-@pytest.mark.usefixtures("truth")  # the plain server is asked for it before it is stopped here
-def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet) -> None:
+def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet[Server]) -> None:
     plan = VerifyPlan(
         prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
         dtype="float32",
     )  # fmt: skip
-    urls = [servers[name].ready.result().url for name in ("3", "plain")]
+    both = [servers[name] for name in ("3", "plain")]
+    urls = [berth.ready.result().url for berth in both]
     pair = two_servers(*(Endpoint(url, concurrency=AT_ONCE) for url in urls))
     found = Verification(plan, brief(), pair, Store(None, {})).run()
     assert (found.faults, found.reasons) == ({}, ())
     assert (found.verdict, found.unit) == ("lossless", "token ids")
     assert all(one.identical == 4 for one in found.greedy)
-    servers["plain"].left.set()
 
 
 def mean_width(statistics: AcceptanceStatistics) -> float:
@@ -293,8 +303,9 @@ def mean_width(statistics: AcceptanceStatistics) -> float:
     return sum(width * count for width, count in statistics.widths.items()) / steps
 
 
+@pytest.mark.thorough
 def test_widths_follow_the_load_and_come_back_and_no_token_changes(
-    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server, seen = servers["auto"].ready.result(), []
     for streams in (1, CROWD, 1):
@@ -317,7 +328,8 @@ def test_widths_follow_the_load_and_come_back_and_no_token_changes(
     servers["auto"].left.set()
 
 
-def test_a_narrow_width_changes_no_token(servers: Fleet, prompts: Tokens, truth: dict[str, Any]) -> None:
+@pytest.mark.thorough
+def test_a_narrow_width_changes_no_token(servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]) -> None:
     server = servers["3"].ready.result()
     before = read_acceptance(server.url)
     assert_nothing_changed(server, prompts, truth)
@@ -327,8 +339,9 @@ def test_a_narrow_width_changes_no_token(servers: Fleet, prompts: Tokens, truth:
     servers["3"].left.set()
 
 
+@pytest.mark.thorough
 def test_a_static_schedule_needs_nothing_of_ours_inside_vllm(
-    servers: Fleet, prompts: Tokens, truth: dict[str, Any]
+    servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]
 ) -> None:
     server = servers["static"].ready.result()
     assert server.tokens(prompts[:2], TOKENS) == truth["one stream"]

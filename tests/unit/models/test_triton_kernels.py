@@ -30,7 +30,13 @@ HERE, CUDA = Path(__file__).parent, torch.device("cuda")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `dev`, on Linux)")
-@pytest.mark.parametrize(("tests", "interpret"), [("interpreted_kernels.py", "1"), ("compiled_kernels.py", "0")])
+@pytest.mark.parametrize(
+    ("tests", "interpret"),
+    [
+        pytest.param("interpreted_kernels.py", "1", marks=pytest.mark.thorough),
+        ("compiled_kernels.py", "0"),
+    ],
+)
 def test_the_kernels_themselves(tests: str, interpret: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"{HERE}/{tests}"],

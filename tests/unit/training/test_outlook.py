@@ -75,6 +75,7 @@ def test_more_processes_take_less_each(recipe: TrainingRecipe) -> None:
     assert two["step"] < 0.75 * one["step"]
 
 
+@pytest.mark.thorough
 def test_the_recipe_of_qwen3_8b_fits_eight_b200(tmp_path: Path) -> None:
     found = _published("qwen3-8b", "Qwen/Qwen3-8B", tmp_path, processes=8)
     assert found["target"]["parameters"] == 8_190_735_360
@@ -91,6 +92,7 @@ def _published(name: str, target: str, folder: Path, *, processes: int) -> dict[
     return outlook(recipe.model_copy(update={"target": model}), processes)
 
 
+@pytest.mark.thorough
 def test_the_recipe_of_gpt_oss_20b_fits_eight_b200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
     of_20b = {"num_hidden_layers": 24, "num_local_experts": 32, "rope_theta": 150000, "rope_scaling": yarn}

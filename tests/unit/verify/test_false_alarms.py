@@ -41,6 +41,7 @@ from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
 
+pytestmark = pytest.mark.thorough
 RUNS, SAMPLES, TOKENS, VOCABULARY, WIDTH = 100, 64, 4, 16, 3
 STATED, LOOSE = 1e-3, 0.2
 SURE = 1e-4

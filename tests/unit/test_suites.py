@@ -1,0 +1,60 @@
+"""What `make test`, `make test-all` and CI run: each suite is a target, none of which would end too late."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.house import ROOT
+
+CI = (ROOT / ".ci" / "run").read_text()
+ROWS = [line.split(maxsplit=3) for line in re.findall(r"^[a-z-]+ +\d+ +\d+ +.+$", CI, re.MULTILINE)]
+SUITES = [name for name, *_ in ROWS]
+AVX_512 = "avx512f" in Path("/proc/cpuinfo").read_text().split()
+MINUTES = [int(row[1 if AVX_512 else 2]) for row in ROWS]
+
+
+def run(folder: Path, limit: str, fails: str = "") -> tuple[int, list[str], str]:
+    """Its exit code, the suites that it started and its last line, where every suite takes no time."""
+    make = folder / "make"
+    make.write_text(f'#!/bin/sh\necho "$1" >> {folder}/started\n[ "$1" != "{fails}" ]\n')
+    make.chmod(0o755)
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "MINUTES": limit}
+    done = subprocess.run(["bash", ROOT / ".ci" / "run"], env=env, capture_output=True, text=True, check=False)
+    started = folder / "started"
+    return done.returncode, started.read_text().split() if started.exists() else [], done.stdout.splitlines()[-1]
+
+
+def test_all_suites_run_where_there_is_no_limit(tmp_path: Path) -> None:
+    assert run(tmp_path, "all")[:2] == (0, SUITES)
+
+
+def test_a_suite_that_would_not_end_in_time_is_left_out_and_named(tmp_path: Path) -> None:
+    limit = sorted(MINUTES)[len(MINUTES) // 2]
+    code, started, last = run(tmp_path, str(limit))
+    fitting = [name for name, minutes in zip(SUITES, MINUTES, strict=True) if minutes <= limit]
+    assert (code, started) == (0, fitting)
+    left = [f"{name} ({minutes} minutes)" for name, minutes in zip(SUITES, MINUTES, strict=True) if minutes > limit]
+    assert last == f"left out, to end within {limit} minutes: {','.join(left)}"
+
+
+@pytest.mark.parametrize("fails", SUITES)
+def test_a_suite_that_fails_is_named_and_the_others_run_unless_it_is_the_first(tmp_path: Path, fails: str) -> None:
+    code, started, last = run(tmp_path, "all", fails)
+    assert (code, last) == (1, f"failed: {fails}")
+    assert started == (SUITES[:1] if fails == SUITES[0] else SUITES)
+
+
+def test_each_suite_is_a_target_and_every_push_runs_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    assert set(SUITES) <= targets
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())["jobs"]
+    assert jobs["test"]["strategy"]["matrix"]["suite"] == ["lint types unit", *SUITES[1:]]
+    (body,) = re.findall(r"^test:\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert set(re.findall(r"[\w-]+", body)) & targets == {"lint", "types", "unit", "test-chart", "test-servers"}
