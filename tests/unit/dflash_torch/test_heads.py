@@ -49,10 +49,8 @@ def pair_with(
 @pytest.fixture(scope="module")
 def sampled(folders: tuple[Path, Path]) -> list[list[list[int]]]:
     """Without speculation, one prompt at a time."""
-    return [
-        [answers(tiny_engine(folders, width=1), [prompt], params)[0].token_ids for prompt in PROMPTS]
-        for params in SAMPLED
-    ]
+    engine = tiny_engine(folders, width=1, reuse_prefixes=False)
+    return [[answers(engine, [prompt], params)[0].token_ids for prompt in PROMPTS] for params in SAMPLED]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -63,12 +61,12 @@ def test_answers_do_not_depend_on_head_or_width(
     greedy = [tokens[:24] for tokens in truth.values()]
     for width in WIDTHS:
         own = answers(tiny_engine(pair, width=width, max_batch_size=3), PROMPTS, GREEDY)
-        helped = answers(tiny_engine(pair, width=width, truth=truth), PROMPTS, GREEDY)
+        engine = tiny_engine(pair, width=width, max_batch_size=2, truth=truth)
+        helped = answers(engine, PROMPTS, GREEDY)
         assert [output.token_ids for output in own] == [output.token_ids for output in helped] == greedy
         assert max(output.statistics.tokens_per_step or 0 for output in helped) > 1.3
         for params, expected in zip(SAMPLED, sampled, strict=True):
-            outputs = answers(tiny_engine(pair, width=width, max_batch_size=2, truth=truth), PROMPTS, params)
-            assert [output.token_ids for output in outputs] == expected
+            assert [output.token_ids for output in answers(engine, PROMPTS, params)] == expected
 
 
 def constrained(engine: EmbeddedEngine, grammars: Grammars, temperature: float) -> tuple[list[int], int]:
@@ -83,20 +81,29 @@ def constrained(engine: EmbeddedEngine, grammars: Grammars, temperature: float) 
     return request.output_ids, steps
 
 
+@pytest.fixture(scope="module")
+def plain(folders: tuple[Path, Path]) -> EmbeddedEngine:
+    return tiny_engine(folders, width=1, reuse_prefixes=False)
+
+
+@pytest.fixture(scope="module")
+def grammars(plain: EmbeddedEngine) -> Grammars:
+    return Grammars(plain.tokenizer, plain.scheduler.target.config.vocab_size, [EOS])
+
+
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_grammar_filters_every_head_slot_by_slot(
-    name: str, temperature: float, folders: tuple[Path, Path], tmp_path: Path
+    name: str, plain: EmbeddedEngine, grammars: Grammars, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    plain = tiny_engine(folders, width=1)
-    grammars = Grammars(plain.tokenizer, plain.scheduler.target.config.vocab_size, [EOS])
-    expected, without = constrained(plain, grammars, temperature)
     pair = pair_with(folders, tmp_path / "drafter", HEADS[name])
-    for width in WIDTHS:
-        tokens, steps = constrained(tiny_engine(pair, width=width), grammars, temperature)
-        assert tokens == expected
-        if width == BLOCK and "reduced" not in name:  # which may hold none of the forced tokens
-            assert steps < without  # forced parts are accepted whole
+    engines = {width: tiny_engine(pair, width=width) for width in WIDTHS}
+    for temperature in (0.0, 1.5):
+        expected, without = constrained(plain, grammars, temperature)
+        for width, engine in engines.items():
+            tokens, steps = constrained(engine, grammars, temperature)
+            assert tokens == expected
+            if width == BLOCK and "reduced" not in name:  # which may hold none of the forced tokens
+                assert steps < without  # forced parts are accepted whole
 
 
 def taught(truth: Truth) -> Fit:
