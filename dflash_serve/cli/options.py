@@ -20,7 +20,7 @@ from dflash_serve.adapter.registry import choose_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.settings import ENV_PREFIX
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.layers import Layers, load_layers
 from dflash_serve.errors import UserError
 
 BUNDLED = "smollm2"  # The target and drafter that need no download
@@ -167,13 +167,31 @@ def described_pair(
         bundled: other keys of the deployment, for the bundled pair.
 
     Raises:
-        UserError: as `load_deployment` and `name_drafter`.
+        UserError: as `load_layers` and `name_drafter`.
     """
     target = flags["target"]["model"]
     if path is None and (target == BUNDLED or not names_target(path, target)):
         drafter = flags["drafter"]["model"] or BUNDLED
         flags = {**flags, "target": {"model": BUNDLED}, "drafter": {"model": drafter}, **bundled}
-    return name_drafter(load_deployment(path, flags), backend, quiet=quiet)
+    return name_drafter(load_described(path, flags, quiet=quiet), backend, quiet=quiet)
+
+
+def load_described(path: Path | None, flags: Mapping[str, Any], *, quiet: bool) -> Deployment:
+    """The deployment of a file, the environment and flags; stderr says which values the environment gives.
+
+    Raises:
+        UserError: as `load_layers`.
+    """
+    layers = load_layers(path, flags)
+    if not quiet:
+        tell_variables(layers)
+    return layers.deployment
+
+
+def tell_variables(layers: Layers) -> None:
+    """Prints on stderr every value that an environment variable gives: it may be left from an earlier command."""
+    for each in layers.from_variables:
+        typer.echo(remark(each.line, layers.deployment.serving.log_format), err=True)
 
 
 def name_drafter(deployment: Deployment, backend: InstalledBackend, *, quiet: bool = False) -> Deployment:

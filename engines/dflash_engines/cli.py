@@ -265,14 +265,17 @@ def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
 
 
 def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
-    """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder."""
+    """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder.
+
+    The quantised drafters stand beside the file, by their relative paths.
+    """
     written = []
     for format in ("bf16", *recipe.build.drafter):
         fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
         if format != "bf16":
-            fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+            fields["drafter"] = {"model": f"./drafter-{format}", "quantization": format}
         if "target" in sources and "/" not in recipe.deployment.target.model:
-            fields["target"]["model"] = str(sources["target"].folder)
+            fields["target"]["model"] = str(sources["target"].folder.absolute())
         path = output / f"serve-{format}.yaml"
         write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
         written.append(path)

@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, ValidationError
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.layers import with_absolute_paths
 from dflash_serve.errors import UserError, did_you_mean
 
 Format = Literal["fp8", "nvfp4"]
@@ -96,6 +97,8 @@ def load_recipe(path: Path) -> BuildRecipe:
     described = read_recipe_file(path)
     if not isinstance(described, dict):
         raise UserError("not a mapping", where=str(path), do="start with `deployment: {target: {model: ...}}`")
+    if isinstance(described.get("deployment"), dict):
+        described["deployment"] = with_absolute_paths(described["deployment"], path)
     try:
         return BuildRecipe.model_validate(described)
     except ValidationError as error:

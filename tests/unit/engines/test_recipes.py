@@ -21,6 +21,7 @@ from dflash_engines.recipe import find_recipe, load_recipe
 from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.adapter.registry import backend
 from dflash_serve.cli.main import app
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
 from tests.support.golden_deployments import hub
 
@@ -116,6 +117,12 @@ def test_a_mistake_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_target_is_calibrated_on_hundreds_of_long_answers_unless_told_otherwise(tmp_path: Path) -> None:
     calibration = load_recipe(write(tmp_path, "build: {target: [fp8]}")).build.calibration
     assert (calibration.count, calibration.max_tokens) == (512, 512)
+
+
+def test_models_of_a_recipe_are_found_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    deployment = load_recipe(write(tmp_path, "")).deployment
+    assert (deployment.target.model, deployment.drafter) == (str(tmp_path / "a"), Model(model="b"))
 
 
 def test_a_variable_with_an_empty_default_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
