@@ -66,7 +66,7 @@ def plan(
     from dflash_serve.planning.plan import JSON, make_plan, write_plan
     from dflash_serve.planning.settings import PlanSettings
 
-    settings = PlanSettings.model_validate({name: context.params[name] for name in PlanSettings.model_fields})
+    settings = options.settings_of(PlanSettings, context.params)
     flags = overlay(options.deployment_flags(context.params), settings.flags())
     answer = make_plan(
         settings.question(name_drafter(options.load_described(deployment, flags, quiet=quiet), chosen, quiet=quiet))
