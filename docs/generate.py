@@ -31,6 +31,14 @@ INTRODUCTION = (
     "error, and so is a setting that the chosen backend cannot honour: `dflash-serve serve --dry-run` checks before",
     "anything runs. `null` under a key of this page counts as not given; inside the arguments of `engine_args` it is a",
     "value, which is passed on or refused. Numbers are written as in YAML 1.2: `010` is 10, and `20:48` is text.",
+    "",
+    "A relative path of a model or of `api_key_file` is taken from the file's own folder, in flags and variables from",
+    "the working folder. Commands, manifests and files that are written have the absolute path; clients see the name",
+    "that was given. A model is a path if there is such a folder, and else the id of a repository. Paths below",
+    "`engine_args` are the engine's own, which takes them from its working folder.",
+    "",
+    "`dflash-serve serve --dry-run` lists every value that does not come from the file, with its source.",
+    "Other verbs print the values of variables on stderr, as a variable may be left from an earlier command.",
 )
 ENGINES = (EMBEDDED, "sglang", "vllm", "tensorrt-llm")
 ENGINES_INTRODUCTION = (

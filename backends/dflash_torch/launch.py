@@ -324,7 +324,12 @@ class EmbeddedLaunch(Launch):
 
     @cached_property
     def notes(self) -> list[str]:
-        return [f"on this machine, {problem}" for problem in self._memory_problems]
+        own = self.command(Path()).env  # replaces the variables of the same names
+        followed = sorted(name for name in os.environ if name.startswith(SETTINGS_PREFIX) and name not in own)
+        return [
+            *(f"on this machine, {problem}" for problem in self._memory_problems),
+            *(f"the server follows the environment variable {name} = {os.environ[name]}" for name in followed),
+        ]
 
     @cached_property
     def choices(self) -> list[Choice]:

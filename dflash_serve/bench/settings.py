@@ -17,7 +17,7 @@ from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, Several, describe, without_nulls
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.layers import load_layers, with_absolute_paths
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, raise_problems
 
@@ -106,7 +106,7 @@ class Cell(NamedTuple):
 
 
 def read_deployment(settings: BenchSettings) -> tuple[Deployment | None, str | None]:
-    """The deployment of `settings.variants` (None = no server is started), and a remark on a drafter that was chosen.
+    """The deployment of `settings.variants` (None = no server is started), and a remark on values from elsewhere.
 
     Raises:
         UserError: the file cannot be read, or is no deployment, or no drafter can be chosen.
@@ -114,8 +114,10 @@ def read_deployment(settings: BenchSettings) -> tuple[Deployment | None, str | N
     if settings.deployment is None and settings.target is None:
         return None, None
     flags: dict[str, Any] = {"target": {"model": settings.target}, "drafter": {"model": settings.drafter}}
-    described = load_deployment(settings.deployment, {**flags, "engine_args": settings.engine_args})
-    return choose_drafter(described, server_backend(settings.backend))
+    layers = load_layers(settings.deployment, {**flags, "engine_args": settings.engine_args})
+    chosen, remark = choose_drafter(layers.deployment, server_backend(settings.backend))
+    remarks = [*(each.line for each in layers.from_variables), *([] if remark is None else [remark])]
+    return chosen, "; ".join(remarks) or None
 
 
 def find_variants(
@@ -212,6 +214,7 @@ def overlay_variants(deployment: Deployment, asked: Sequence[str], backend: Back
         over = read_recipe_file(Path(file))
         if not isinstance(over, dict):
             raise UserError("not a mapping", where=file, do="give keys of a deployment, such as `drafter: null`")
+        over = with_absolute_paths(over, Path(file))
         engines = over.get("engine_args")
         if isinstance(engines, dict) and backend.name not in engines:
             what = f"it has arguments of {', '.join(map(str, engines))}, and none of {backend.name}"

@@ -90,6 +90,9 @@ BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 """A size of a model; engines count them in 32 bits."""
+MOST_LAYERS, MOST_SLOTS = 1024, 1024
+"""Bounds of what a config.json may ask for. Published targets have up to 126 layers, drafters up to 16 slots;
+a larger number is a mistake, and lists of so many layers or slots would take all memory."""
 MOST_PADDING = 1024  # tokens: vocabularies are padded to multiples of 64 to 512, for each device
 BF16 = 2  # bytes of a number in bfloat16
 
@@ -140,7 +143,7 @@ class TransformerConfig(Frozen):
     num_attention_heads: Size
     num_key_value_heads: Size
     head_dim: Size
-    layers: Annotated[tuple[AttentionKind, ...], Field(min_length=1)]
+    layers: Annotated[tuple[AttentionKind, ...], Field(min_length=1, max_length=MOST_LAYERS)]
     max_position_embeddings: Size = 32768
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6  # beside mean squares of about 1
     rope: RopeConfig = RopeConfig()
@@ -154,7 +157,7 @@ class TransformerConfig(Frozen):
 class DrafterConfig(Heads, TransformerConfig):
     """Sizes and options of a drafter (paper section 4; z-lab `dflash/model.py`), and its heads."""
 
-    block_size: Annotated[int, Field(ge=2)]
+    block_size: Annotated[int, Field(ge=2, le=MOST_SLOTS)]
     """B: slots in a block with its anchor (slot 0); B - 1 are drafted. An anchor-first checkpoint writes B - 1."""
     target_layer_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     """0-based decoder layers of the target whose *outputs* are the context feature, in the order `fc` takes them."""

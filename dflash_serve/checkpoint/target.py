@@ -83,7 +83,7 @@ def _shape(target: TargetFiles, name: str) -> TargetShape:
         model_type=str(target.raw.get("model_type", "unknown")),
         vocab_size=model.required("vocab_size"),
         hidden_size=model.required("hidden_size"),
-        num_layers=_layers_listed(model) or model.required("num_hidden_layers"),
+        num_layers=_layers_listed(model) or model.depth or model.required("num_hidden_layers"),
         max_position_embeddings=longest if type(longest) is int else None,
         rope_theta=float(theta) if isinstance(theta, int | float) else None,
         rope_scaling=str(kind) if kind not in (None, "default", "mrope") else None,
@@ -254,7 +254,7 @@ def _compressed_layers(model: ModelKeys) -> Iterator[CachedLayer]:
     # DeepSeek-V4: the latent vectors of a window in each layer, and those of 4 or of 128 tokens together in most of
     # them. A vector is FP8 but for its rotary part, and has 8 bytes of scales. An index chooses those of 4 tokens.
     width, ratios = _head_dim(model) + model.size("qk_rope_head_dim") + 8, model.get("compress_ratios")
-    for ratio in ratios[: model.size("num_hidden_layers")] if isinstance(ratios, list) else []:
+    for ratio in ratios[: model.depth] if isinstance(ratios, list) else []:
         yield CachedLayer(width, model.size("sliding_window", 128))
         if isinstance(ratio, int) and ratio > 0:
             yield CachedLayer(width, tokens=ratio, index_bytes=_index_bytes(model) if ratio == 4 else 0)

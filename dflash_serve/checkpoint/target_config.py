@@ -132,7 +132,7 @@ def _fields(config: ConfigSection, target: TargetFiles) -> dict[str, object]:
 
 
 def _layers(config: ConfigSection, keys: ModelKeys) -> tuple[AttentionKind, ...]:
-    count, kinds = keys.required("num_hidden_layers"), keys.layer_kinds  # in this order: an absurd number is refused
+    count, kinds = keys.depth or keys.required("num_hidden_layers"), keys.layer_kinds
     if len(kinds) != count:
         config.note(f"layer_types names {len(kinds)} layers but num_hidden_layers is {count}", "correct one of them")
     for unknown in sorted({*kinds} - {FULL, SLIDING}):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dflash_serve.checkpoint.config import FULL, SLIDING
+from dflash_serve.checkpoint.config import FULL, MOST_LAYERS, SLIDING
 from dflash_serve.checkpoint.files import load_object
 from dflash_serve.checkpoint.quantization import QuantizationRecipe, find_recipe
 from dflash_serve.errors import UserError
@@ -39,6 +39,9 @@ WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}  # type o
 ALTERNATION = {"gemma2": 2, "gemma3_text": 6, "llama4_text": 4}
 """Model type -> each how many layers one is of full attention, where config.json does not say it."""
 SLIDERS = ("mistral", "mixtral")  # model types that slide unless `use_sliding_window` forbids it
+
+DRAFTER_KEYS, DRAFTER_NAMES = ("dflash_config", "speculators_model_type", "target_layer_ids"), ("dflash", "dspark")
+"""Keys of config.json, and parts of the names of architectures, that only drafters have."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,19 @@ class ModelKeys:
             return value
         what = f"{key} is {value!r}, not a positive whole number"
         raise UserError(what, where=str(self.path), do="give a language model")
+
+    @property
+    def depth(self) -> int:
+        """The number of layers; 0 where the key is absent or its value is something else.
+
+        Raises:
+            UserError: more than `MOST_LAYERS`.
+        """
+        count = self.size("num_hidden_layers")
+        if count > MOST_LAYERS:
+            what = f"num_hidden_layers is {count}, more than the {MOST_LAYERS} that a model may have"
+            raise UserError(what, where=str(self.path), do="correct it")
+        return count
 
     def size_of(self, fact: str) -> int:
         """The size under one of its `KEYS`; 0 where there is none."""
@@ -117,7 +133,7 @@ def _kinds_by_index(model: ModelKeys) -> list[str] | None:
     counted = linear.get("full_attn_layers") if linear else None
     if isinstance(counted, list):  # Kimi-Linear counts from 1
         full = [index - 1 for index in counted if isinstance(index, int)]
-    count = model.size("num_hidden_layers")
+    count = model.depth
     return None if full is None else [FULL if index in full else LINEAR for index in range(count)]
 
 
@@ -126,7 +142,7 @@ def _kinds_by_interval(model: ModelKeys) -> list[str] | None:
     if not (interval or period):  # Qwen3-Next, and Jamba
         return None
     offset = model.size("attn_layer_offset") if period else interval - 1
-    layers = range(model.size("num_hidden_layers"))
+    layers = range(model.depth)
     return [FULL if layer % (period or interval) == offset else LINEAR for layer in layers]
 
 
@@ -138,7 +154,7 @@ def _alternating_kinds(model: ModelKeys) -> list[str] | None:
     other = CHUNKED if family == "llama4_text" else SLIDING
     if pattern <= 1 or not model.get(WINDOWS[other]):  # Gemma 2 and 3, Llama 4
         return None
-    return [FULL if layer % pattern == pattern - 1 else other for layer in range(model.size("num_hidden_layers"))]
+    return [FULL if layer % pattern == pattern - 1 else other for layer in range(model.depth)]
 
 
 def _windows_from_a_layer_on(model: ModelKeys) -> list[str]:
@@ -148,7 +164,7 @@ def _windows_from_a_layer_on(model: ModelKeys) -> list[str]:
     slides = has_window and model.fields.get("use_sliding_window", family in SLIDERS)
     most = model.fields.get("max_window_layers", 28)
     first = most if isinstance(most, int) and family.startswith("qwen") else 0
-    return [SLIDING if slides and layer >= first else FULL for layer in range(model.size("num_hidden_layers"))]
+    return [SLIDING if slides and layer >= first else FULL for layer in range(model.depth)]
 
 
 @dataclass(frozen=True)
@@ -193,6 +209,12 @@ def read_target(folder: Path) -> TargetFiles:
     """The files of the target in a folder.
 
     Raises:
-        UserError: no config.json, or one that is no JSON object.
+        UserError: no config.json, or one that is no JSON object, or is a drafter's.
     """
-    return TargetFiles(folder, load_object(folder / "config.json", kind="target"))
+    target = TargetFiles(folder, load_object(folder / "config.json", kind="target"))
+    named = target.raw.get("architectures")
+    names = [str(name).lower() for name in named] if isinstance(named, list) else []
+    if any(map(target.raw.get, DRAFTER_KEYS)) or any(part in name for name in names for part in DRAFTER_NAMES):
+        do = "give the model that it drafts for as the target, and this folder as the drafter"
+        raise UserError("a DFlash drafter, not a target: are target and drafter swapped?", where=str(folder), do=do)
+    return target

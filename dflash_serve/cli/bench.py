@@ -87,8 +87,7 @@ def bench(
             raise UserError("no server is started that takes arguments", where="--", do=NAME_TARGET)
     if not endpoint:
         options.refuse_ignored(context, ("api_key_file",), "servers that are started need no key")
-    named = {name: value for name, value in context.params.items() if name in BenchSettings.model_fields}
-    _run(Bench(BenchSettings.model_validate({**named, **own})), as_json=as_json, quiet=quiet or as_json)
+    _run(Bench(options.settings_of(BenchSettings, context.params, **own)), as_json=as_json, quiet=quiet or as_json)
 
 
 def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:

@@ -78,9 +78,8 @@ def _certified(given: dict[str, Any]) -> Any:
 
     output: Path = given["output"]
     fixed = {"variants": ("off",), "rounds": 1, "requests_per_user": 1, "min_requests": 4, "temperature": 0.0}
-    own = {name: value for name, value in given.items() if name in BenchSettings.model_fields}
-    own |= {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
-    settings = BenchSettings.model_validate({**own, **fixed})
+    own = {"ignore_eos": True, "warm_up": False, "dataset": given["dataset"] or str(output / BUNDLED.name)}
+    settings = options.settings_of(BenchSettings, given, **own, **fixed)
     require_servers(settings)
     find_aiperf()
     made_by = {**settings.model_dump(mode="json", exclude={"output"}), "versions": versions()}

@@ -19,7 +19,6 @@ from dflash_serve.cli.options import name_drafter
 from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.chart import Form, Workload, render, workload_of
-from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 
@@ -68,7 +67,7 @@ def deploy(
     if backend_name is None:
         raise UserError("no engine is named", where="--backend", do=f"name one: {', '.join(installed())}")
     chosen = server_backend(backend_name)
-    described = load_deployment(deployment, options.engine_arguments(context, backend_name))
+    described = options.load_described(deployment, options.engine_arguments(context, backend_name), quiet=quiet)
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
     launch = chosen.launch(workload.deployment)
@@ -113,9 +112,5 @@ def _require_deployable(workload: Workload) -> None:
     for key, model in (("target.model", deployment.target), ("drafter.model", deployment.drafter)):
         if model is None or not Path(model.model).is_dir():
             continue
-        if not Path(model.model).is_absolute():
-            do = "give a hub id, or an absolute path that is mounted there, such as /models/..."
-            what = f"{model.model} is a folder of this machine, and the container does not have it"
-            raise UserError(what, where=key, do=do)
         if not model.model.startswith(IN_CONTAINER):
             typer.echo(f"dflash-serve: note: {key}: mount {model.model} at the same path in the container", err=True)

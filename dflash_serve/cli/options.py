@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -18,9 +18,9 @@ from dflash_serve.adapter.arguments import from_words
 from dflash_serve.adapter.protocol import Backend as InstalledBackend
 from dflash_serve.adapter.registry import choose_drafter
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.settings import ENV_PREFIX
+from dflash_serve.common.settings import ENV_PREFIX, Frozen
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.layers import Layers, load_layers
 from dflash_serve.errors import UserError
 
 BUNDLED = "smollm2"  # The target and drafter that need no download
@@ -66,6 +66,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")]
 
+Settings = TypeVar("Settings", bound=Frozen)
 ENGINE_WORDS = "dflash_serve.engine_words"  # Key of a command's context for the words after `--`
 
 
@@ -103,6 +104,12 @@ def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[
     own = {name.replace("_", "-"): context.params[name] for name in named if context.params[name] is not None}
     given = {**from_words(context.meta.get(ENGINE_WORDS, ())), **own}
     return {"engine_args": {backend: given}} if given else {}
+
+
+def settings_of(kind: type[Settings], given: Mapping[str, Any], **fixed: Any) -> Settings:
+    """A verb's options as its settings, whose fields have the options' names; `fixed` replaces some."""
+    named = {name: given[name] for name in kind.model_fields if name in given}
+    return kind.model_validate({**named, **fixed})
 
 
 def refuse_ignored(context: typer.Context, names: Iterable[str], why: str, do: str = "leave it out") -> None:
@@ -167,13 +174,31 @@ def described_pair(
         bundled: other keys of the deployment, for the bundled pair.
 
     Raises:
-        UserError: as `load_deployment` and `name_drafter`.
+        UserError: as `load_layers` and `name_drafter`.
     """
     target = flags["target"]["model"]
     if path is None and (target == BUNDLED or not names_target(path, target)):
         drafter = flags["drafter"]["model"] or BUNDLED
         flags = {**flags, "target": {"model": BUNDLED}, "drafter": {"model": drafter}, **bundled}
-    return name_drafter(load_deployment(path, flags), backend, quiet=quiet)
+    return name_drafter(load_described(path, flags, quiet=quiet), backend, quiet=quiet)
+
+
+def load_described(path: Path | None, flags: Mapping[str, Any], *, quiet: bool) -> Deployment:
+    """The deployment of a file, the environment and flags; stderr says which values the environment gives.
+
+    Raises:
+        UserError: as `load_layers`.
+    """
+    layers = load_layers(path, flags)
+    if not quiet:
+        tell_variables(layers)
+    return layers.deployment
+
+
+def tell_variables(layers: Layers) -> None:
+    """Prints on stderr every value that an environment variable gives: it may be left from an earlier command."""
+    for each in layers.from_variables:
+        typer.echo(remark(each.line, layers.deployment.serving.log_format), err=True)
 
 
 def name_drafter(deployment: Deployment, backend: InstalledBackend, *, quiet: bool = False) -> Deployment:

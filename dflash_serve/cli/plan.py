@@ -13,7 +13,6 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
 from dflash_serve.common.settings import overlay
-from dflash_serve.deployment.layers import load_deployment
 
 if TYPE_CHECKING:
     from dflash_serve.planning.plan import Plan
@@ -67,9 +66,11 @@ def plan(
     from dflash_serve.planning.plan import JSON, make_plan, write_plan
     from dflash_serve.planning.settings import PlanSettings
 
-    settings = PlanSettings.model_validate({name: context.params[name] for name in PlanSettings.model_fields})
+    settings = options.settings_of(PlanSettings, context.params)
     flags = overlay(options.deployment_flags(context.params), settings.flags())
-    answer = make_plan(settings.question(name_drafter(load_deployment(deployment, flags), chosen, quiet=quiet)))
+    answer = make_plan(
+        settings.question(name_drafter(options.load_described(deployment, flags, quiet=quiet), chosen, quiet=quiet))
+    )
     require_writable(output)
     files = write_plan(answer, output)
     if as_json:

@@ -25,7 +25,7 @@ from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import missing_program, require_program
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.layers import GivenValue, load_layers
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -48,6 +48,7 @@ DryRun = Annotated[
 INDENT = "  "
 PREFIX, LOCK = "dflash-serve-", "lock"
 WITHOUT_DRAFTER = "no drafter is named: it serves without speculation; --drafter auto takes the best one that is known"
+DRAFTER_UNUSED = "speculation.width is off: it serves without speculation, and does not use the drafter"
 DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: all of it as JSON.")]
 ShowFiles = Annotated[bool, typer.Option("--show-files", help="With --dry-run: what would stand in the files, too.")]
 
@@ -90,13 +91,19 @@ def serve(
         options.refuse_ignored(context, ("as_json", "show_files"), "only a dry run has it", "add --dry-run")
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
-    chosen = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
-    plain = chosen.drafter is None and drafting_argument(backend, chosen) is None
-    if plain and chosen.speculation.width != "off" and not quiet:
-        print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
+    layers = load_layers(deployment, flags)
+    chosen = name_drafter(layers.deployment, backend, quiet=quiet)
+    if not quiet and not dry_run:
+        options.tell_variables(layers)
+    if not quiet and drafting_argument(backend, chosen) is None:
+        if chosen.speculation.width == "off" and chosen.drafter is not None:
+            print(remark(DRAFTER_UNUSED, chosen.serving.log_format), file=sys.stderr)
+        if chosen.speculation.width != "off" and chosen.drafter is None:
+            print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
     launch = backend.launch(chosen)
     if dry_run:
         shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
+        shown = replace(shown, given=layers.given)
         return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
     raise_problems(launch.problems, hint=HINT)
     require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
@@ -181,6 +188,7 @@ class ShownLaunch:
     files: Sequence[PreparedFile] | None = None
     choices: Sequence[Choice] = ()
     notes: Sequence[str] = ()
+    given: Sequence[GivenValue] = ()
 
 
 def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
@@ -229,6 +237,7 @@ def _as_json(shown: ShownLaunch) -> dict[str, object]:
         "folder": str(shown.folder),
         "files": [asdict(file) for file in shown.files or ()],  # one without text is weights or a secret
         "problems": [asdict(problem) for problem in shown.problems],
+        "given": [each._asdict() for each in shown.given],
         "chosen": [asdict(choice) for choice in shown.choices],
         "notes": list(shown.notes),
         "deployment": shown.deployment.model_dump(mode="json", exclude_defaults=True),
@@ -241,6 +250,9 @@ def _lines(shown: ShownLaunch, *, files: bool) -> Iterator[str]:
     else:
         yield "problems"
         yield from (f"{INDENT}{line}" for line in listed(shown.problems))
+    if shown.given:
+        yield "given on the command line or by environment variables"
+        yield from (f"{INDENT}{each.line}" for each in shown.given)
     if shown.command is not None:
         yield "environment" if shown.command.env else "environment: nothing is added"
         yield from (f"{INDENT}{name}={value}" for name, value in shown.command.env.items())

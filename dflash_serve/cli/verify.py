@@ -89,7 +89,7 @@ def verify(
 ) -> None:
     """Test that speculation changes no answer, on any engine; or show the changes."""
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
-    settings = VerifySettings.model_validate({name: context.params[name] for name in VerifySettings.model_fields})
+    settings = options.settings_of(VerifySettings, context.params)
     asked = read_prompt_set(prompts, raw=raw, variables=settings.chat_template_kwargs)
     if with_url or without_url:
         options.refuse_ignored(

@@ -65,7 +65,7 @@ def read_sizes(folder: Path) -> TransformerConfig:
                 "num_attention_heads": heads,
                 "num_key_value_heads": model.get("num_key_value_heads") or heads,
                 "head_dim": model.get("head_dim") or hidden // heads,
-                "layers": (AttentionKind(causal=True),) * model.required("num_hidden_layers"),
+                "layers": (AttentionKind(causal=True),) * (model.depth or model.required("num_hidden_layers")),
                 "rope": rope,
                 **{key: value for key, value in optional.items() if value is not None},
             }

@@ -88,8 +88,7 @@ def measure_drafter(
     Args:
         weights: of the quantised drafter that `drafter` was decoded from; the inputs of its products are rounded, too.
     """
-    speculation = {"block_size": deployment.speculation.block_size}
-    engine = embedded_engine(deployment, target, drafter={"model": str(drafter)}, speculation=speculation)
+    engine = embedded_engine(deployment, target, drafter)
     assert engine.block_size is not None
     round_inputs(cast(Any, engine).scheduler.speculator.drafter, weights or {})
     answers = greedy_answers(engine.fixed(engine.block_size), prompts, max_tokens)

@@ -7,7 +7,7 @@ answers. Without a file of prompts the target answers a few built-in openers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from dflash_serve.answers.prompts import jsonl_prompts
 from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.formats import FP8_MAX
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.description import Deployment, Model, Speculation
 from dflash_serve.errors import UserError
 from dflash_serve.models.attention import RaggedAttention
 from dflash_serve.models.drafter import Drafter
@@ -65,11 +65,12 @@ def greedy_answers(engine: Engine, prompts: Sequence[str], max_tokens: int) -> l
     return answer_all(engine, asked, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def embedded_engine(deployment: Deployment, target: Path, **sections: Mapping[str, object]) -> Engine:
-    """The embedded backend's engine of a target, small enough for calibration; `sections` of a Deployment add to it."""
-    limits = {"max_batch_size": 4, "max_model_len": deployment.limits.max_model_len}
-    fields = {"target": {"model": str(target)}, "limits": limits, **sections}
-    return embedded_backend().engine(Deployment.model_validate(fields))
+def embedded_engine(deployment: Deployment, target: Path, drafter: Path | None = None) -> Engine:
+    """The embedded backend's engine of a deployment with these folders; without a drafter it does not speculate."""
+    folders: dict[str, object] = {"target": Model(model=str(target)), "drafter": None, "speculation": Speculation()}
+    if drafter is not None:
+        folders |= {"drafter": Model(model=str(drafter)), "speculation": deployment.speculation}
+    return embedded_backend().engine(deployment.model_copy(update=folders))
 
 
 def read_answers(folder: Path) -> Iterator[tuple[list[int], list[int]]]:

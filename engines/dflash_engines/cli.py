@@ -187,7 +187,9 @@ def _calibration(recipe: BuildRecipe) -> Iterator[Step]:
         raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
     if build.target or build.checkpoints or (build.drafter and not free):
         given = build.calibration
-        parameters = {"count": given.count, "max_tokens": given.max_tokens, "length": deployment.limits.max_model_len}
+        length = deployment.limits.max_model_len
+        parameters: dict[str, object] = {"count": given.count, "max_tokens": given.max_tokens, "length": length}
+        parameters |= recipe.measured_by("hardware", "engine_args")
         needs = ("target", *([CALIBRATION] if given.prompts else []))
         about = "answers of the target to the calibration prompts"
         if not given.prompts:
@@ -196,7 +198,7 @@ def _calibration(recipe: BuildRecipe) -> Iterator[Step]:
         def answers(work: Work) -> Measured:
             from .calibration import answer
 
-            return answer(work, deployment, given)
+            return answer(work, recipe.measured, given)
 
         yield Step("answers", answers, needs, parameters, ("torch",), about=about)
     if build.drafter:
@@ -255,24 +257,28 @@ def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
         def acceptance(work: Work) -> Measured:
             from .acceptance import measure
 
-            return measure(work, deployment, wanted, build.drafter)
+            return measure(work, recipe.measured, wanted, build.drafter)
 
         length = deployment.limits.max_model_len
         measured_on: dict[str, object] = {**wanted.model_dump(exclude={"prompts"}), "length": length}
+        measured_on |= recipe.measured_by("speculation", "hardware", "engine_args")
         needs = ("target", "drafter", ACCEPTANCE, *(f"drafter-{format}" for format in build.drafter))
         about = "acceptance of every drafter, compared with bf16; weights and activations are quantised"
         yield Step("acceptance", acceptance, needs, measured_on, ("torch",), 4, about)
 
 
 def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
-    """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder."""
+    """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder.
+
+    The quantised drafters stand beside the file, by their relative paths.
+    """
     written = []
     for format in ("bf16", *recipe.build.drafter):
         fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
         if format != "bf16":
-            fields["drafter"] = {"model": str(output / f"drafter-{format}"), "quantization": format}
+            fields["drafter"] = {"model": f"./drafter-{format}", "quantization": format}
         if "target" in sources and "/" not in recipe.deployment.target.model:
-            fields["target"]["model"] = str(sources["target"].folder)
+            fields["target"]["model"] = str(sources["target"].folder.absolute())
         path = output / f"serve-{format}.yaml"
         write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
         written.append(path)

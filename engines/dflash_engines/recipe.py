@@ -9,7 +9,8 @@ from pydantic import NonNegativeInt, ValidationError
 
 from dflash_serve.common.documents import read_recipe_file
 from dflash_serve.common.settings import Frozen, PositiveInt, describe
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.description import Deployment, Hardware, Limits
+from dflash_serve.deployment.layers import with_absolute_paths
 from dflash_serve.errors import UserError, did_you_mean
 
 Format = Literal["fp8", "nvfp4"]
@@ -69,6 +70,27 @@ class BuildRecipe(Frozen):
     deployment: Deployment
     build: Build = Build()
 
+    @property
+    def measured(self) -> Deployment:
+        """The deployment on the embedded engine, which answers prompts and measures acceptance during a build.
+
+        Left out are keys of the server that the outputs are for: its devices, limits, K/V cache, clients and arguments.
+        Every step verifies the whole block, whatever the width.
+        """
+        given = self.deployment
+        return Deployment(
+            target=given.target.model_copy(update={"quantization": "none"}),
+            drafter=given.drafter,
+            speculation=given.speculation.model_copy(update={"width": "auto"}),
+            limits=Limits(max_batch_size=4, max_model_len=given.limits.max_model_len),
+            hardware=Hardware(dtype=given.hardware.dtype, gpu="none" if given.hardware.gpu == "none" else None),
+            engine_args={name: own for name, own in given.engine_args.items() if name == "torch"},
+        )
+
+    def measured_by(self, *sections: str) -> dict[str, object]:
+        """Sections of `measured` without defaults, for the key of a step."""
+        return self.measured.model_dump(mode="json", include=set(sections), exclude_defaults=True)
+
 
 def find_recipe(path: Path) -> Path:
     """The file itself, or the recipe of that name that comes with this package.
@@ -96,6 +118,8 @@ def load_recipe(path: Path) -> BuildRecipe:
     described = read_recipe_file(path)
     if not isinstance(described, dict):
         raise UserError("not a mapping", where=str(path), do="start with `deployment: {target: {model: ...}}`")
+    if isinstance(described.get("deployment"), dict):
+        described["deployment"] = with_absolute_paths(described["deployment"], path)
     try:
         return BuildRecipe.model_validate(described)
     except ValidationError as error:

@@ -161,8 +161,15 @@ def test_files_of_this_machine_are_refused_or_noted(
     line = refusal(write(serving={"api_key_file": str(tmp_path / "keys")}), *HELM)
     assert line.startswith("serving.api_key_file: ")
     assert "secrets.apiKeys.name" in line
-    monkeypatch.chdir(Path(pair["target"]["model"]).parent)
-    assert "target.model: target is a folder of this machine" in refusal(write(target={"model": "target"}), *HELM)
+    target = Path(pair["target"]["model"])
+    (tmp_path / "models").symlink_to(target.parent)
+    noted = run(write(target={"model": "models/target"}), *HELM)
+    assert f"note: target.model: mount {tmp_path}/models/target at the same path" in noted.stderr
+    rendered = yaml.safe_load(noted.stdout)["deployment"]
+    assert (rendered["target"]["model"], rendered["serving"]["served_model_name"]) == (
+        f"{tmp_path}/models/target",
+        "models/target",
+    )
 
 
 def test_a_rendering_is_json_too_and_quiet(write: Any) -> None:

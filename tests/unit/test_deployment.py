@@ -12,7 +12,7 @@ import yaml
 
 from dflash_serve.deployment import description as deployment
 from dflash_serve.deployment.description import INSTEAD, SECRET, Deployment
-from dflash_serve.deployment.layers import load_deployment
+from dflash_serve.deployment.layers import load_deployment, load_layers
 from dflash_serve.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -270,3 +270,80 @@ def test_a_backend_of_others_may_have_arguments_where_it_is_installed(monkeypatc
     flags = {"target": {"model": "x"}, "engine_args": {"acme": {"a": 1}}}
     monkeypatch.setattr(deployment, "entry_points", lambda group: [SimpleNamespace(name="acme")])
     assert load_deployment(flags=flags).engine_args == {"acme": {"a": 1}}
+
+
+def test_paths_of_a_file_are_taken_from_its_folder_and_those_of_flags_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("files/models/mine", "files/drafter", "here/models/mine", "here/smollm2"):
+        (tmp_path / folder).mkdir(parents=True)
+    path = tmp_path / "files" / "deployment.yaml"
+    path.write_text(
+        "target: {model: models/mine}\ndrafter: {model: drafter}\nserving: {api_key_file: secrets/keys}\n"
+        "engine_args: {sglang: {model-loader-extra-config: ./x}}"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    from_file = load_deployment(Path("../files/deployment.yaml"))
+    below = tmp_path / "here" / ".." / "files"
+    assert Path(from_file.target.model) == below / "models/mine"
+    assert from_file.drafter is not None
+    assert Path(from_file.drafter.model) == below / "drafter"
+    assert from_file.serving.api_key_file == str(below / "secrets/keys")
+    assert from_file.serving.served_model_name == "models/mine", "clients see the name that was given"
+    assert from_file.engine_args == {"sglang": {"model-loader-extra-config": "./x"}}, "the engine's own"
+    written = tmp_path / "elsewhere.yaml"
+    written.write_text(yaml.safe_dump(from_file.model_dump(mode="json")))
+    assert load_deployment(written) == from_file, "a copy in another folder means the same"
+
+    from_flag = load_deployment(path, {"target": {"model": "models/mine"}, "serving": {"served_model_name": "own"}})
+    assert from_flag.target.model == str(tmp_path / "here/models/mine")
+    assert from_flag.serving.served_model_name == "own"
+    monkeypatch.setenv("DFLASH_SERVE_TARGET__MODEL", "./nothing/is/here")
+    assert load_deployment(path).target.model == str(tmp_path / "here/nothing/is/here")
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "smollm2", "Qwen3-8B", "~/models/x"])
+def test_a_name_that_is_no_folder_beside_the_file_stays(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here/smollm2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "deployment.yaml").write_text(f"target: {{model: {name}}}")
+    for found in (load_deployment(tmp_path / "deployment.yaml"), load_deployment(flags={"target": {"model": name}})):
+        assert (found.target.model, found.serving.served_model_name) == (name, None)
+
+
+def test_a_folder_that_only_the_working_folder_has_is_refused_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here/models/mine").mkdir(parents=True)
+    (tmp_path / "deployment.yaml").write_text("target: {model: x}\ndrafter: {model: models/mine}")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError) as caught:
+        load_deployment(tmp_path / "deployment.yaml")
+    assert str(caught.value) == (
+        f"{tmp_path}/deployment.yaml drafter.model: models/mine is a folder of the working folder, and not of the"
+        f" file's; give {tmp_path}/here/models/mine"
+    )
+
+
+def test_every_value_that_is_not_the_files_has_its_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_layers(file).given == ()
+    monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "off")
+    monkeypatch.setenv("DFLASH_SERVE_ROLE", "prefill")
+    monkeypatch.setenv("DFLASH_SERVE_LIMITS", '{"max_batch_size": 8, "max_model_len": 64}')
+    monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__TENSORRT_LLM__MAX_A", "5")
+    monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__VLLM__B", "6")
+    monkeypatch.setenv("DFLASH_SERVE_SURVIVAL", "0.5")
+    monkeypatch.setenv("DFLASH_SERVE_API_KEY", "secret")
+    flags = {"limits": {"max_model_len": 128}, "engine_args": {"tensorrt-llm": {"max-a": 1}, "vllm": {}}, "role": None}
+    found = {key: (value, source) for key, value, source in load_layers(file, flags).given}
+    assert found == {
+        "limits.max_model_len": (128, "command line"),
+        "engine_args.tensorrt-llm.max-a": (1, "command line"),
+        "limits.max_batch_size": (8, "DFLASH_SERVE_LIMITS"),
+        "speculation.width": ("off", "DFLASH_SERVE_SPECULATION__WIDTH"),
+        "role": ("prefill", "DFLASH_SERVE_ROLE"),
+        "engine_args.vllm.b": ("6", "DFLASH_SERVE_ENGINE_ARGS__VLLM__B"),
+        "survival": ("0.5", "DFLASH_SERVE_SURVIVAL"),
+    }

@@ -17,6 +17,7 @@ from typing import cast, get_args
 from dflash_serve.checkpoint.config import (
     BUILD,
     FULL,
+    MOST_LAYERS,
     PLAIN_DRAFTER,
     SLIDING,
     AttentionKind,
@@ -202,7 +203,6 @@ def refuse_parts(config: DrafterConfig, dialect: str, *parts: str) -> None:
 
 
 UNKNOWN = "it may change what the drafter computes; ask who trained it, and remove it only if it does not"
-MOST_LAYERS = 1024
 SAME_NAMES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rms_norm_eps", "attention_bias"),
@@ -295,14 +295,22 @@ def pairs_neighbours(raw: Mapping[str, object]) -> bool:
     return config.section("transformer_layer_config", falls_back=True).either(*HALVES, bool) is False
 
 
+def read_depth(config: ConfigSection) -> int:
+    """`num_hidden_layers`; more than `MOST_LAYERS` is a problem, and counts as 1."""
+    count = config.integer("num_hidden_layers")
+    if count <= MOST_LAYERS:
+        return count
+    config.note(f"num_hidden_layers is {count}, more than any drafter has", "correct it")
+    return 1
+
+
 def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int | None, ...]:
     """The window of every layer by transformers' rules; None = full attention.
 
     `layer_types` lists the sliding layers; without it, `use_sliding_window` makes all layers from `max_window_layers`
     on slide. `window` is the size if `sliding_window` is absent.
     """
-    count = config.integer("num_hidden_layers")
-    sliding = _sliding_layers(config, count)
+    sliding = _sliding_layers(config, read_depth(config))
     if not any(sliding):
         return (None,) * len(sliding)
     if config.given("use_sliding_window", bool) is False:
@@ -315,9 +323,6 @@ def read_windows(config: ConfigSection, window: int | None = None) -> tuple[int 
 
 
 def _sliding_layers(config: ConfigSection, count: int) -> tuple[bool, ...]:
-    if count > MOST_LAYERS:
-        config.note(f"num_hidden_layers is {count}, more than any drafter has", "correct it")
-        return ()
     types = config.given("layer_types", list[str])
     if types is None:
         first = (

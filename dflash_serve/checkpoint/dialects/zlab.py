@@ -53,6 +53,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     markov_keys,
     one_value,
     read_block_size,
+    read_depth,
     read_draft_vocabulary,
     read_heads,
     read_slots,
@@ -309,7 +310,7 @@ def _modelopt_windows(config: ConfigSection, dflash: ConfigSection) -> tuple[int
         dflash.note(what, "keep the right one")
     if not dflash.given("use_swa", bool) or SLIDING in (config.given("layer_types", list[str]) or ()):
         return read_windows(config, window)
-    return (window or dflash.integer("sliding_window"),) * config.integer("num_hidden_layers")
+    return (window or dflash.integer("sliding_window"),) * read_depth(config)
 
 
 def write_modelopt(config: DrafterConfig, target: str | None) -> dict[str, object]:

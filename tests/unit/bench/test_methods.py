@@ -102,6 +102,14 @@ def test_any_key_may_be_overlaid_and_others_stay(deployment: Deployment, tmp_pat
     assert found.drafter == deployment.drafter
 
 
+def test_a_drafter_of_an_overlay_is_found_beside_it(deployment: Deployment, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "over.yaml").write_text("drafter: {model: ./other}")
+    found = overlay_variants(deployment, [f"other={tmp_path / 'over.yaml'}"], ENGINES["vllm"])["other"]
+    assert found.drafter is not None
+    assert found.drafter.model == str(tmp_path / "other")
+
+
 @pytest.mark.parametrize("words", [["mtp"], ["=a.yaml"], ["a=over.yaml", "a=over.yaml"]])
 def test_names_are_given_once_with_a_file(
     words: list[str], deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

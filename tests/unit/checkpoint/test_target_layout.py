@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter
+from dflash_serve.checkpoint.reader import parse
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, read_target_shape
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.deployment.description import Model, Quantization
-from dflash_serve.errors import UserError
+from dflash_serve.errors import Problem, UserError
+from dflash_serve.training.other_target import read_sizes
 from tests.support.paper_models import write_paper_target
 from tests.support.tiny import edit_json
+from tests.unit.checkpoint.published_heads import PUBLISHED_DRAFTERS, config_json
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 
@@ -397,3 +404,77 @@ def test_every_reader_of_a_target_makes_the_same_complaints(reader: Callable[[Pa
     (target / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config\.json; give a target's folder"):
         reader(target)
+
+
+@pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda drafter: drafter.repository)
+def test_a_drafter_in_the_place_of_its_target_is_told_apart(drafter: CataloguedDrafter, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a DFlash drafter, not a target: are target and drafter swapped\?") as caught:
+        layout(tmp_path, config_json(drafter))
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+LARGE = 1 << 24
+MOST_MEMORY = 1 << 26
+"""Bytes. A list of `LARGE` numbers takes twice as many; reading a file takes a quarter."""
+
+
+def integers(config: Mapping[str, object], *place: str) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from integers(value, *place, key)
+        elif type(value) is int:
+            yield *place, key
+
+
+def peak(read: Callable[[], object]) -> tuple[int, str]:
+    """The most bytes that reading took, and the error."""
+    tracemalloc.start()
+    try:
+        read()
+        return tracemalloc.get_traced_memory()[1], ""
+    except UserError as error:
+        return tracemalloc.get_traced_memory()[1], str(error)
+    finally:
+        tracemalloc.stop()
+
+
+def absurd(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """A config.json with one of its whole numbers much too large, and that number's key."""
+    for place in integers(config):
+        copy = json.loads(json.dumps(config))
+        reduce(getitem, place[:-1], copy)[place[-1]] = LARGE
+        yield place[-1], copy
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_number_of_a_targets_config_takes_much_memory(name: str, tmp_path: Path) -> None:
+    config = {**TARGETS[name], "layer_types": None}  # then the number of layers makes the list
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: read_target_layout(tmp_path, Model(model="x")),
+        lambda: read_target_config(tmp_path),
+        lambda: read_sizes(tmp_path),
+    )
+    for key, changed in absurd(config):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        for read in readers:
+            used, error = peak(read)
+            assert used < MOST_MEMORY, (key, error)
+            if key == "num_hidden_layers" and read is readers[0]:
+                assert f"{key} is {LARGE}, more than the 1024 that a model may have; correct it" in error
+
+
+def test_no_number_of_a_drafters_config_takes_much_memory() -> None:
+    """One drafter of each dialect."""
+    whole: dict[str, dict[str, object]] = {}
+    for drafter in PUBLISHED_DRAFTERS:
+        config, dialect = parse(config_json(drafter), Path("config.json"), [])
+        if config is not None and dialect is not None:
+            whole[dialect.name] = config_json(drafter)
+    assert len(whole) >= 4
+    for raw in whole.values():
+        for key, changed in absurd(raw):
+            problems: list[Problem] = []
+            used, _ = peak(lambda raw=changed, problems=problems: parse(raw, Path("config.json"), problems))  # type: ignore[misc]
+            assert used < MOST_MEMORY, key
+            if key in ("num_hidden_layers", "block_size"):
+                assert any(key in problem.what for problem in problems)

@@ -202,7 +202,7 @@ def test_a_target_of_the_environment_is_not_replaced_by_the_bundled_pair(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DFLASH_SERVE_TARGET__MODEL", "/nowhere")
-    assert "/nowhere" in say(monkeypatch, capsys, "generate", "hello")
+    assert "/nowhere" in say(monkeypatch, capsys, "generate", "hello", "--quiet")
 
 
 @pytest.mark.parametrize("verb", ["serve", "verify", "certify"])
@@ -236,4 +236,4 @@ def test_a_user_without_a_home_is_told_what_to_set(
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", classmethod(home))
-    assert "set HOME or XDG_CACHE_HOME" in say(monkeypatch, capsys, "generate", "hello")
+    assert "set HOME or XDG_CACHE_HOME" in say(monkeypatch, capsys, "generate", "hello", "--quiet")

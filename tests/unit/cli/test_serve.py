@@ -128,7 +128,8 @@ def test_a_folder_and_a_relative_path_are_told_as_what_they_are(
     assert "a folder, no deployment; give a deployment.yaml, or --target" in str(serve(str(folders[0])))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deployment.yaml").write_text("target: {model: ./models/mine}")
-    assert f"./models/mine: no such folder below {tmp_path}" in str(serve("deployment.yaml"))
+    assert f"{tmp_path}/models/mine: no such folder; give" in str(serve("deployment.yaml"))
+    assert f"{tmp_path}/models/mine: no such folder; give" in str(serve("--target", "./models/mine"))
     assert f"nowhere.yaml: cannot be read (No such file or directory, below {tmp_path})" in str(serve("nowhere.yaml"))
 
 
@@ -242,3 +243,31 @@ def test_serving_without_a_drafter_is_said(pair: tuple[str, ...], tmp_path: Path
     for more, said in ((), True), (("--width", "off"), False), (pair[2:], False), (("--quiet",), False), (own, False):
         words = ["serve", *pair[:2], "--folder", str(tmp_path), *more]
         assert ("serves without speculation" in CliRunner().invoke(app, words).stderr) is said
+
+
+def test_what_does_not_come_from_the_file_is_listed_with_its_source(
+    pair: tuple[str, ...], tmp_path: Path, became: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(f"target: {{model: {pair[1]}}}\ndrafter: {{model: {pair[3]}}}\nspeculation: {{width: 4}}\n")
+    words = [str(file), "--max-batch-size", "2", "--folder", str(tmp_path / "prepared")]
+    header = "given on the command line or by environment variables\n"
+    assert header + "  limits.max_batch_size = 2 (command line)\n" in dry_run(*words)
+    monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", "off")
+    monkeypatch.setenv("DFLASH_SERVE_LIMITS", '{"max_batch_size": 7, "max_model_len": 64}')
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_LOG_FORMAT", "json")
+    found = {
+        ("limits.max_batch_size", 2, "command line"),
+        ("limits.max_model_len", 64, "DFLASH_SERVE_LIMITS"),
+        ("speculation.width", "off", "DFLASH_SERVE_SPECULATION__WIDTH"),
+    }
+    assert {tuple(each.values()) for each in json.loads(dry_run(*words, "--json"))["given"]} == found
+    assert "speculation.width = off (DFLASH_SERVE_SPECULATION__WIDTH)" in dry_run(*words)
+    unused = "speculation.width is off: it serves without speculation, and does not use the drafter"
+    told = CliRunner().invoke(app, ["serve", *words]).stderr
+    assert became
+    assert unused in told
+    assert "speculation.width = off (DFLASH_SERVE_SPECULATION__WIDTH)" in told
+    assert "limits.max_batch_size" not in told, "a flag is this command's own"
+    assert "the environment variable DFLASH_SERVE_HTTP_LOG_FORMAT = json" in told
+    assert CliRunner().invoke(app, ["serve", *words, "--quiet"]).stderr == ""

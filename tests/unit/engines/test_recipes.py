@@ -11,18 +11,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from dflash_engines.cli import make_steps
-from dflash_engines.recipe import find_recipe, load_recipe
+from dflash_engines.recipe import BuildRecipe, find_recipe, load_recipe
 from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.adapter.registry import backend
 from dflash_serve.cli.main import app
+from dflash_serve.common.settings import overlay
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
 from tests.support.golden_deployments import hub
+from tests.unit.cli.test_verbs_hand_fields_on import CHANGED
 
 __all__ = ["hub"]
 GOLDEN = Path(__file__).with_name("golden") / "recipes.txt"
@@ -91,6 +94,13 @@ def test_a_recipe_without_a_build_says_so() -> None:
     assert (told.exit_code, told.output) == (0, f"nothing to build in {path}\n")
 
 
+SERVERS = {field for field in CHANGED if field.partition(".")[0] in ("parallel", "kv_cache", "serving", "role")} | {
+    *("limits.max_batch_size", "limits.max_queued_requests", "limits.max_num_tokens", "hardware.count"),
+    *("target.quantization", "speculation.width"),
+}
+"""Fields of a deployment that say how the outputs of a build are served, and not what is measured during it."""
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "recipe.yaml"
     path.write_text("deployment: {target: {model: a}, drafter: {model: b}}\n" + text)
@@ -116,6 +126,36 @@ def test_a_mistake_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_target_is_calibrated_on_hundreds_of_long_answers_unless_told_otherwise(tmp_path: Path) -> None:
     calibration = load_recipe(write(tmp_path, "build: {target: [fp8]}")).build.calibration
     assert (calibration.count, calibration.max_tokens) == (512, 512)
+
+
+@pytest.mark.parametrize("field", sorted(set(CHANGED) - SERVERS))
+def test_what_a_build_measures_is_of_its_deployment(field: str) -> None:
+    """A key of the deployment reaches the engine that answers, unless it is of the server that the build is for."""
+    usual = {"target": {"model": "a"}, "drafter": {"model": "b"}}
+    section, _, key = field.partition(".")
+    changed = overlay(usual, {section: {key: CHANGED[field]} if key else CHANGED[field]})
+    before, after = (BuildRecipe.model_validate({"deployment": each}) for each in (usual, changed))
+    assert after.measured != before.measured
+    own = before.measured_by("speculation", "hardware", "engine_args")
+    if section not in ("target", "drafter", "limits"):
+        assert after.measured_by("speculation", "hardware", "engine_args") != own, "the step is done again"
+
+
+def test_keys_of_the_server_are_not_of_the_engine_that_answers() -> None:
+    changed: dict[str, Any] = {}
+    for field in SERVERS:
+        section, _, key = field.partition(".")
+        changed = overlay(changed, {section: {key: CHANGED[field]} if key else CHANGED[field]})
+    changed = overlay(changed, {"target": {"model": "a"}, "drafter": {"model": "b"}})
+    usual = {"target": {"model": "a"}, "drafter": {"model": "b"}}
+    one, other = (BuildRecipe.model_validate({"deployment": each}) for each in (usual, changed))
+    assert one.measured == other.measured
+
+
+def test_models_of_a_recipe_are_found_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    deployment = load_recipe(write(tmp_path, "")).deployment
+    assert (deployment.target.model, deployment.drafter) == (str(tmp_path / "a"), Model(model="b"))
 
 
 def test_a_variable_with_an_empty_default_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
