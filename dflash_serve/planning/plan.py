@@ -232,11 +232,22 @@ class Plan:
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
-        pays = f"At equal batch, a fixed width of {block} is " + (
-            f"slower than plain decoding from batch {stop} on" if stop else "faster at every batch that has room for it"
+        pays = f"At equal batch, speculation with a fixed width of {block} is " + (
+            f"slower than plain decoding from batch {stop} on"
+            if stop
+            else "faster than plain decoding at every batch that has room for it"
         )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
-        return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
+        return (
+            f"{pays}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
+            f"{self.question.constants.name} ({parts})."
+        )
+
+    def _acceptance(self) -> str:
+        # A name is the Greek letter and the figure of the whole block.
+        low, high = self.question.acceptances[0], self.question.acceptances[-1]
+        figure = low.name if low is high else f"{low.name} to {high.name.partition(' ')[2]}"
+        return f"{figure} tokens a step, {low.source}"
 
     def cautions(self) -> Iterator[str]:
         """Limits and assumptions of this plan, one sentence each."""
@@ -244,8 +255,6 @@ class Plan:
         yield from (f"{note}." for note in self.notes)
         if asked.pair.assumed:
             yield f"{_capital(asked.pair.assumed)}."
-        if len(asked.acceptances) > 1:
-            yield f"{_capital(asked.acceptances[0].source)} ({', '.join(each.name for each in asked.acceptances)})."
         if constants.evidence in ("implied", "assumed"):
             told = f"The engine constants are {constants.evidence}: {constants.source}."
             yield f"{told} Measure with `bench`, then --calibrate."
@@ -300,7 +309,7 @@ class Plan:
         words = [
             *("dflash-serve", "plan", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend),
             *("--isl", str(asked.load.isl), "--osl", str(asked.load.osl)),
-            *("--calibrate", f"{folder}/bench/bench.json"),
+            *("--calibrate", f"{folder}/bench/bench.json", "--output", f"{folder}/calibrated"),
         ]
         yield shlex.join(words)
 
@@ -465,6 +474,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def require_free(folder: Path) -> None:
+    """Refuses a folder that has a plan: its deployment may have been edited since.
+
+    Raises:
+        UserError: it has one.
+    """
+    if any((folder / name).exists() for name in (JSON, DEPLOYMENT)):
+        raise UserError("it has a plan", where=f"--output {folder}", do="give another folder, or --overwrite")
+
+
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes every file, each whole or not at all, and returns their paths.
 
@@ -489,4 +508,6 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
     if plan.question.calibration:
         contents[CONSTANTS] = json_text(plan.question.constants)
+    for name in {DEPLOYMENT, CONSTANTS} - {*contents}:  # of a plan that is replaced; not every plan has them
+        (folder / name).unlink(missing_ok=True)
     return write_files(folder, contents)
