@@ -70,7 +70,8 @@ def plan(
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
     from dflash_serve.common.files import require_writable
-    from dflash_serve.planning.plan import JSON, make_plan, require_free, write_plan
+    from dflash_serve.planning.files import JSON, require_free, write_plan
+    from dflash_serve.planning.plan import make_plan
     from dflash_serve.planning.settings import PlanSettings
 
     if not overwrite:

@@ -9,23 +9,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from pydantic import ValidationError
-
 from dflash_serve.adapter.checks import (
     attention_head_problems,
-    block_problems,
-    check_pairing,
     expert_block_problems,
     length_problems,
 )
-from dflash_serve.adapter.launch import kv_bytes_each
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
 from dflash_serve.common.documents import read_json
-from dflash_serve.common.settings import describe
 from dflash_serve.deployment.description import Deployment, Parallel
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.planning.prediction import (
@@ -45,13 +34,7 @@ from dflash_serve.planning.step_times import (
     Split,
     StepTimes,
     priced,
-    shipped_configuration,
 )
-
-USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
-"""Shape of most published DFlash drafters (z-lab)."""
-USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
-"""Sizes that are assumed where the target has a latent cache (Kimi), and so no K/V heads of its own."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +122,7 @@ class PlanQuestion:
         shape, drafter, deployment = self.pair.layout.shape, self.pair.drafter, self.deployment
         raise_problems(list(length_problems(deployment, shape)))
         windowed = deployment.speculation.draft_window or any(kind.window for kind in drafter.layers)
-        unbounded = windowed or drafter.rope.scaling or self.pair.assumed
+        unbounded = windowed or drafter.rope.scaling or self.pair.assumed or self.pair.catalogued
         allowed = (
             (shape.max_position_embeddings, f"the positions of {shape.name}"),
             (deployment.limits.max_model_len, "limits.max_model_len"),
@@ -216,59 +199,6 @@ def specification(gpu: str | None) -> Specification:
         return SPECIFICATIONS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
     raise UserError(what, where="--gpu", do=f"there are: {have}")  # six names: a list is plainer than a guess
-
-
-def read_pair(deployment: Deployment) -> Pair:
-    """Target and drafter from their configurations; no weights are read. Of known targets the operator tables' library
-    has the configuration, for machines without a network.
-
-    Raises:
-        UserError: one cannot be had, or they do not fit.
-    """
-    model = deployment.target
-    folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
-    if folder is None:
-        folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
-    layout = read_target_layout(folder, model)
-    if layout.experts and not layout.experts_per_token:
-        what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
-        raise UserError(what, where=model.model, do=f"add {KEYS['experts per token'][0]} to it")
-    if deployment.drafter is None:
-        block = deployment.speculation.block_size or USUAL_BLOCK
-        drafter, assumed = usual_drafter(layout, read_target(folder), block)
-    else:
-        drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
-        raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
-    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
-    share = deployment.kv_cache.memory_fraction
-    return Pair(model, folder, layout, drafter, assumed, kv_bytes_each(deployment, layout), share)
-
-
-def usual_drafter(layout: TargetLayout, target: TargetFiles, block_size: int) -> tuple[DrafterConfig, str]:
-    """A drafter of the usual shape for this target, and a sentence that says that it is assumed.
-
-    Raises:
-        UserError: the target's sizes fit no drafter.
-    """
-    shape, wide = layout.shape, target.model.get("intermediate_size")
-    try:
-        config = DrafterConfig(
-            block_size=block_size,
-            target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
-            mask_token_id=0,
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
-            num_attention_heads=layout.attention_heads,
-            num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
-            head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
-            layers=(AttentionKind(),) * USUAL_LAYERS,
-        )
-    except ValidationError as error:
-        what = f"no drafter has the sizes of this target ({describe(error)})"
-        raise UserError(what, where=shape.name, do="correct its config.json, or name --drafter") from None
-    words = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block_size}, is assumed"
-    return config, words
 
 
 def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
