@@ -39,7 +39,7 @@ TARGETS = {
     "Qwen/Qwen3-30B-A3B": TargetSizes(2048, 6144, (32, 4), 48),
     "Qwen/Qwen3.5-0.8B": TargetSizes(1024, 3584, (16, 8), 24, (248077, 248320)),
     "Qwen/Qwen3.6-35B-A3B": TargetSizes(2048, 6144, (32, 8), 40, QWEN35),
-    "Qwen/Qwen3.8-27B": TargetSizes(5120, 17408, (40, 8), 64, QWEN35),
+    "Qwen/Qwen3.8-27B": TargetSizes(5120, 17408, (32, 8), 64, QWEN35),
     "Qwen/Qwen3.8-2.4T-A95B": TargetSizes(8192, 24576, (64, 8), 94, QWEN35),
     "google/gemma-4-12B-it": TargetSizes(3840, 15360, (16, 8), 48, (4, 262144)),
     "google/gemma-4-31B-it": TargetSizes(5376, 10752, (64, 8), 60, (4, 262144)),
