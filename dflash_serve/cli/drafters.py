@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dflash_serve.adapter.checks import check_pairing, pairing_notes
+from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_notes
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapter.verdicts import verdict
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
@@ -25,7 +25,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
 from dflash_serve.checkpoint.source import PROVENANCE, target_source
-from dflash_serve.checkpoint.target import TargetShape, read_target_shape
+from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
@@ -126,6 +126,7 @@ def inspect(
             shape = _shape(target)
             problems += check_pairing(checkpoint.config, shape)
             notes += pairing_notes(checkpoint.config, shape)
+            notes += precision_notes(drafter, target, read_target_format(target_source(target)))
             problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
             problems.append(error.problem())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.checks import precision_notes
 from dflash_serve.adapter.protocol import Backend
 from dflash_serve.adapter.registry import backend, choose_drafter, installed
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, able_drafters, catalogue, drafters_of
@@ -16,6 +18,7 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
 from dflash_torch.facts import FACTS
+from tests.unit.tensorrt_llm.published_targets import TARGETS
 
 
 class Picky:
@@ -133,6 +136,31 @@ def test_what_an_engine_serves_and_we_do_not_read_is_said_and_never_taken() -> N
     assert mla["engines"]["tensorrt-llm"]["verdict"] == "engine alone"
     with pytest.raises(UserError, match="is served by this backend"):
         choose_drafter(auto(target), backend("sglang"))
+
+
+@pytest.mark.parametrize(("precision", "warned"), [("nvfp4", False), ("fp8", True), (None, True)])
+def test_a_target_in_another_precision_than_the_drafters_is_told(precision: str | None, warned: bool) -> None:
+    """A card reports 0 % beside the FP8 target for a drafter that was made for the NVFP4 one."""
+    told = list(precision_notes("poolside/Laguna-S-2.1-DFlash-NVFP4", "poolside/Laguna-S-2.1-FP8", precision))
+    assert [f"has {precision or 'bf16'}: it may accept nothing, without an error" in note for note in told] == [
+        True
+    ] * warned
+    assert list(precision_notes("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B", precision)) == []
+    assert list(precision_notes("/a/folder", "Qwen/Qwen3-8B", precision)) == []
+
+
+def test_a_dry_run_and_inspect_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = catalogue().drafters[0].model_copy(update={"repository": "smollm2", "target_precision": "nvfp4"})
+    only = catalogue().model_copy(update={"drafters": (made,)})
+    monkeypatch.setattr("dflash_serve.checkpoint.catalogue.catalogue", lambda: only)
+    config = {**TARGETS["smollm2"], "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = ("--target", str(tmp_path), "--drafter", "smollm2")
+    dry = CliRunner().invoke(app, ["serve", *pair, "--backend", "sglang", "--dry-run", "--json"])
+    words = f"{tmp_path} has fp8: it may accept nothing, without an error"
+    assert any(words in note for note in json.loads(dry.stdout)["notes"])
+    seen = CliRunner().invoke(app, ["inspect", "smollm2", "--target", str(tmp_path), "--json"])
+    assert any(words in note for note in json.loads(seen.stdout)["notes"])
 
 
 def test_what_is_not_known_is_shown_as_such() -> None:
