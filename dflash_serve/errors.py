@@ -8,6 +8,10 @@ from difflib import get_close_matches
 
 LONGEST = 600  # characters of one part of a message: a path of 300 and as many words
 MOST_LINES = 20  # problems that are printed
+CLOSE = 0.8
+"""Similarity (difflib's ratio) from which a name is taken as a spelling of another: `widht` and `width` have 0.8,
+`a100` and `h100` 0.75, `dgx-b200` and `gb200` 0.77.
+"""
 
 
 class UserError(Exception):
@@ -72,11 +76,20 @@ def listed(problems: Sequence[Problem]) -> list[str]:
 
 
 def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """ "did you mean X?" for the most similar known name, shown with `prefix` before it; "" if none is similar."""
+    """ "did you mean X?" for the most similar known name, shown with `prefix` before it; "" if none is close.
+
+    A name with other digits is another size or version, not a spelling: 70B is never corrected to 1B. Digits that stand
+    in another order, or that were left out altogether, are a spelling.
+    """
     if len(given) > LONGEST:
         return ""
-    near = get_close_matches(given, list(known), n=1, cutoff=0.7)
+    digits = _digits(given)
+    near = get_close_matches(given, [one for one in known if not digits or digits == _digits(one)], n=1, cutoff=CLOSE)
     return f"did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _digits(name: str) -> list[str]:
+    return sorted(filter(str.isdigit, name))
 
 
 def first_line(error: Exception) -> str:

@@ -26,6 +26,7 @@ class TensorRTLLMBackend(ServerBackend):
     facts = FACTS
     releases = f"{OLDEST} to {NEWEST}"
     untried = ("DFlash2", "DSpark")
+    drafter_formats = ("fp8", "nvfp4")
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release

@@ -9,6 +9,7 @@ from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.target_config import is_embedded
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
@@ -39,6 +40,12 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return []
+
+    def target_problems(self, family: str) -> list[Problem]:
+        if is_embedded(family):
+            return []
+        what = f"the embedded engine runs no {family} targets"
+        return [Problem(what, "target.model", "use another --backend")]
 
     def engine(self, deployment: Deployment) -> EmbeddedEngine:
         choose_waiting()  # before torch is there: the check imports it

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from dflash_serve.checkpoint.catalogue import catalogued_drafter
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
 from dflash_serve.checkpoint.files import checksum_problems, read_headers, tokenizer_problems
 from dflash_serve.checkpoint.reader import read_config
@@ -282,6 +283,21 @@ def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
         if config.mask_token_id in tokens:
             notes.append(f"mask_token_id {config.mask_token_id} is {target.name}'s {key}: {sound}")
     return notes
+
+
+def precision_notes(drafter: str, target: str, precision: str | None) -> Iterator[str]:
+    """A published drafter beside a form of its target that it was not trained with.
+
+    Args:
+        drafter: hub id; nothing is known of other names.
+        target: name of the target, for the message.
+        precision: format of the target's weights; None = unquantised.
+    """
+    row = catalogued_drafter(drafter)
+    made, served = row.target_precision if row else None, precision or "bf16"
+    if row is not None and made not in (None, served):
+        beside = f"{row.repository} was trained beside {row.target} with {made} weights, {target} has {served}"
+        yield f"{beside}: it may accept nothing, without an error; `dflash-serve doctor` measures it"
 
 
 def _mismatches(config: DrafterConfig, target: TargetShape) -> Iterator[tuple[str, str]]:

@@ -91,6 +91,8 @@ class EngineFacts:
     """Arguments, with underscores, that make the engine draft without a drafter of ours."""
     data_parallel: bool = False
     """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
+    width_needs_survival: bool = False
+    """`width: auto` needs measured survival beside the drafter, which published drafters do not bring."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,13 @@ import yaml
 from pydantic import JsonValue
 
 from dflash_serve.adapter.arguments import EngineArgs
-from dflash_serve.adapter.checks import changed_files, layer_problems, target_file_problems, uses_drafter
+from dflash_serve.adapter.checks import (
+    changed_files,
+    layer_problems,
+    precision_notes,
+    target_file_problems,
+    uses_drafter,
+)
 from dflash_serve.adapter.protocol import Backend, Choice, Command, Launch, PreparedFile, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, in_layer_order, weight_bytes
 from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
@@ -222,7 +228,13 @@ class EngineLaunch(Launch):
 
     @cached_property
     def notes(self) -> list[str]:
-        return [*self._notes(), *self._unpacked()]
+        return [*self._notes(), *self._unpacked(), *self._pairing_notes()]
+
+    def _pairing_notes(self) -> Iterator[str]:
+        target, drafter = self.deployment.target, self.deployment.drafter
+        if drafter is not None:
+            asked = None if target.quantization == "none" else target.quantization
+            yield from precision_notes(drafter.model, target.model, asked or self.target.native_quantization)
 
     def _unpacked(self) -> Iterator[str]:
         formats = (self.deployment.target.quantization, self.target.native_quantization)

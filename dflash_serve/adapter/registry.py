@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import cast
 
 from dflash_serve.adapter.protocol import Backend, InProcessBackend, ServerBackend
-from dflash_serve.checkpoint.catalogue import AUTO, best_drafter, drafters_of, unknown_target
+from dflash_serve.adapter.verdicts import verdict
+from dflash_serve.checkpoint.catalogue import (
+    AUTO,
+    RANKED,
+    CataloguedDrafter,
+    able_drafters,
+    drafters_of,
+    unknown_target,
+)
 from dflash_serve.common.extras import absent
 from dflash_serve.deployment.description import BACKEND_GROUP, Deployment, Model
 from dflash_serve.errors import UserError, did_you_mean
@@ -73,14 +82,32 @@ def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment,
     target = deployment.target.model
     if not drafters_of(target):
         raise unknown_target(target)
-    found = best_drafter(target, lambda heads: not chosen.head_problems(heads), chosen.untried)
-    if found is None:
+    able = able_drafters(
+        target,
+        lambda one: verdict(chosen, one).verdict == "served",
+        chosen.untried,
+        deployment.target.quantization,
+    )
+    if not able:
         do = f"`dflash-serve drafters {target}` says why; use another --backend, or name one"
         raise UserError(f"no drafter of {target} is served by this backend", where="drafter.model", do=do)
+    found = able[0]
     revision = deployment.drafter.revision or found.revision
     model = Model(model=found.repository, revision=revision, quantization=deployment.drafter.quantization)
     told = f"drafter: {found.repository}" + (f" at {revision}" if revision else "")
-    told += f" ({found.heads.family}, B {found.block_size}), the best known of {target} that this backend serves"
+    block = f", B {found.block_size}" if found.block_size else ""
+    told += f" ({found.kind}{block}), the best known of {target} that this backend serves: {_why(found, able[1:])}"
     if revision is None and "/" in found.repository:
         told += "; its revision is not pinned: set drafter.revision"
     return deployment.model_copy(update={"drafter": model}), told
+
+
+def _why(found: CataloguedDrafter, others: Sequence[CataloguedDrafter]) -> str:
+    # What is known of it, and why a drafter of a kind that usually accepts more was passed over.
+    figures = ", ".join(f"{one.value:g} {one.benchmark}" for one in found.acceptance_length)
+    why = f"published acceptance {figures}" if figures else "no acceptance of it is published"
+    passed = next((one for one in others if RANKED.index(one.kind) < RANKED.index(found.kind)), None)
+    if passed is None or passed.is_proven:
+        return why
+    lacks = "a pinned revision" if passed.acceptance_length else "a published acceptance"
+    return f"{why}; {passed.repository} ({passed.kind}) is passed over, since it lacks {lacks}"

@@ -56,6 +56,21 @@ def target_folder(name: str, revision: str | None = None) -> Path:
     return local_folder(target_source(name), revision, files=TARGET_FILES)
 
 
+def cached_folder(name: str, revision: str | None = None) -> Path | None:
+    """The snapshot of a hub repository with its config.json that is on this machine already; nothing is fetched.
+
+    None: there is none, or `name` is no hub id.
+    """
+    if not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files: list[str] | None = None) -> Path:
     """The folder itself, or the snapshot of a hub repository.
 

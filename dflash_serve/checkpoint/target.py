@@ -73,6 +73,15 @@ def read_target_shape(folder_or_id: str | Path, revision: str | None = None) -> 
     return _shape(read_target(local_folder(folder_or_id, revision, files=["config.json"])), str(folder_or_id))
 
 
+def read_target_format(folder_or_id: str | Path) -> str | None:
+    """The format of a target's weights as its files declare it; None = unquantised.
+
+    Raises:
+        UserError: no such target.
+    """
+    return read_target(local_folder(folder_or_id, files=["config.json", QUANT_CONFIG])).recipe.format
+
+
 def _shape(target: TargetFiles, name: str) -> TargetShape:
     model, rope = target.model, target.model.rope
     longest, kind = model.get("max_position_embeddings"), rope.get("rope_type", rope.get("type"))

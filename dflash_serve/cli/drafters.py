@@ -17,15 +17,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dflash_serve.adapter.checks import check_pairing, pairing_notes
-from dflash_serve.adapter.protocol import Backend
+from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_notes
 from dflash_serve.adapter.registry import backend, installed
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue, drafters_of, unknown_target
+from dflash_serve.adapter.verdicts import verdict
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
 from dflash_serve.checkpoint.source import PROVENANCE, target_source
-from dflash_serve.checkpoint.target import TargetShape, read_target_shape
+from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
@@ -39,7 +39,12 @@ FULL = (
 )
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-Verdicts = Mapping[str, str | None]  # By backend: why it does not serve a drafter; None = it does
+Verdicts = Mapping[str, EngineVerdict]  # By backend
+LEAD = {
+    **{"after convert": "after `convert` by", "engine alone": "by the engine's own command, not through dflash-serve,"},
+    **{"refused": "not by", "not known": "not known of"},
+}
+"""Verdict -> the words before the engine that it is of."""
 
 
 class To(StrEnum):
@@ -79,14 +84,16 @@ def drafters(
     if not found and target is not None:
         raise unknown_target(target)
     backends = [backend(name) for name in installed()]
-    rows = [(one, _verdicts(one, backends)) for one in found]
+    rows = [(one, {each.name: verdict(each, one) for each in backends}) for one in found]
     if as_json:
         releases = {backend.name: backend.releases for backend in backends}
         listed = [
             {
                 **one.model_dump(mode="json"),
-                "kind": one.heads.family,
-                "engines": {name: {"serves": why is None, "why_not": why} for name, why in verdicts.items()},
+                "engines": {
+                    name: {**each.model_dump(), "serves": each.verdict == "served", "why_not": each.why}
+                    for name, each in verdicts.items()
+                },
             }
             for one, verdicts in rows
         ]
@@ -97,7 +104,7 @@ def drafters(
     if not quiet:
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
         typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
-        typer.echo("Whether an engine runs the target itself, `dflash-serve serve --dry-run` says.")
+        typer.echo("Revisions that are not pinned may change: set drafter.revision. `serve --dry-run` checks the pair.")
 
 
 def inspect(
@@ -119,6 +126,7 @@ def inspect(
             shape = _shape(target)
             problems += check_pairing(checkpoint.config, shape)
             notes += pairing_notes(checkpoint.config, shape)
+            notes += precision_notes(drafter, target, read_target_format(target_source(target)))
             problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
             problems.append(error.problem())
@@ -230,23 +238,22 @@ def _need_torch() -> None:
         raise broken.error()
 
 
-def _verdicts(drafter: CataloguedDrafter, backends: list[Backend]) -> Verdicts:
-    if drafter.unsupported is not None:
-        return {backend.name: drafter.unsupported for backend in backends}
-    found = {backend.name: backend.head_problems(drafter.heads) for backend in backends}
-    return {name: problems[0].what if problems else None for name, problems in found.items()}
-
-
 def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
-    heads = f" ({drafter.heads.words})" if drafter.heads.words else ""
-    serving = [name for name, why in verdicts.items() if why is None]
+    heads = f" ({drafter.heads.words})" if drafter.heads and drafter.heads.words else ""
+    serving = [name for name, each in verdicts.items() if each.verdict == "served"]
     figures = [f"{one.value:g} {one.benchmark} ({one.setting}; {one.source})" for one in drafter.acceptance_length]
+    pinned = "fixed by this release" if "/" not in drafter.repository else drafter.revision or "not pinned"
+    pairing = [f"{drafter.weights} weights"] if drafter.weights else []
+    pairing += [f"made for the target in {drafter.target_precision}"] if drafter.target_precision else []
+    pairing += [f"thinking {drafter.thinking}"] if drafter.thinking else []
+    pairing += ["gated: accept its terms on the hub"] if drafter.gated else []
     lines = [
         f"{drafter.repository}  for {drafter.target}",
-        f"  {drafter.heads.family}{heads}, block size {drafter.block_size}",
-        f"  revision {drafter.revision or 'not pinned'}; licence {drafter.licence or 'not known'}",
-        f"  its kind is served by {', '.join(serving) or 'none'}",
-        *(f"  not by {name}: {why}" for name, why in verdicts.items() if why is not None),
+        f"  {drafter.kind}{heads}, block size {drafter.block_size or 'not known'}",
+        f"  revision {pinned}; licence {drafter.licence or 'not known'}",
+        *([f"  {'; '.join(pairing)}"] if pairing else []),
+        f"  served by {', '.join(serving) or 'none through dflash-serve'}",
+        *(f"  {LEAD[each.verdict]} {name}: {each.why}" for name, each in verdicts.items() if each.verdict in LEAD),
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),
     ]
     return "\n".join(lines) + "\n"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from dflash_serve.planning.plan import Plan
 
 TOP = 12  # Lines of a front in the terminal, at most
+UNCUT = 200  # Columns of output that no terminal shows: no table of a plan is as wide
 Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
 Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
@@ -32,6 +36,7 @@ Task = Annotated[str | None, Option(help="Task: of --survival's report, else as 
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
 Calibrate = Annotated[Path | None, Option(help="bench.json or certificate.json: fit the engine constants to it.")]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the plan in --output.")]
 
 
 def plan(
@@ -55,6 +60,7 @@ def plan(
     constants: ConstantsOf = None,
     calibrate: Calibrate = None,
     output: Output = Path("plan"),
+    overwrite: Overwrite = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -63,9 +69,12 @@ def plan(
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
     from dflash_serve.common.files import require_writable
-    from dflash_serve.planning.plan import JSON, make_plan, write_plan
+    from dflash_serve.planning.files import JSON, require_free, write_plan
+    from dflash_serve.planning.plan import make_plan
     from dflash_serve.planning.settings import PlanSettings
 
+    if not overwrite:
+        require_free(output)
     settings = options.settings_of(PlanSettings, context.params)
     flags = overlay(options.deployment_flags(context.params), settings.flags())
     answer = make_plan(
@@ -77,26 +86,39 @@ def plan(
         typer.echo((output / JSON).read_text(encoding="utf-8"), nl=False)
         return
     for line in answer.verdict():
-        typer.echo(line)
+        say(line)
     if quiet:
         return
     from rich.console import Console
 
-    Console().print(_table(answer))
+    # Piped, a table is as wide as it wants to be: rich would cut its columns at 80.
+    Console(width=None if sys.stdout.isatty() else UNCUT).print(_table(answer))
     for line in answer.question.calibration:
-        typer.echo(f"calibrated: {line}")
+        say(f"calibrated: {line}")
     for caution in answer.cautions():
-        typer.echo(f"note: {caution}")
+        say(f"note: {caution}")
     for step in answer.next_steps(output):
-        typer.echo(f"next: {step}")
-    typer.echo(f"written: {', '.join(str(file) for file in files)}")
+        typer.echo(f"next: {step}")  # a command is one line, to be copied
+    say(f"written: {', '.join(str(file) for file in files)}")
+
+
+def say(line: str) -> None:
+    """Prints a line, broken between words where a terminal shows it; a pipe gets it whole."""
+    if sys.stdout.isatty():
+        width = get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    typer.echo(line)
 
 
 def _table(answer: Plan) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table("", "split", "batch", "width", "tokens/s/GPU", "tokens/s/user", "TTFT ms", box=box.SIMPLE)
+    # Units in a line of their own: the table fits 60 columns, and no head is cut.
+    heads = ("", "split", "batch", "width", "tokens/s\nper GPU", "tokens/s\nper user", "TTFT\nms")
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[2:]:
         column.justify = "right"
     for name, points in answer.fronts().items():

@@ -5,16 +5,12 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from dflash_serve.adapter.registry import backend, server_backend
-from dflash_serve.common.provenance import commit, now, versions
-from dflash_serve.common.reports import json_text, write_files
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem, UserError
@@ -22,7 +18,7 @@ from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint,
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
 
-JSON, DEPLOYMENT, COSTS, CONSTANTS = "plan.json", "deployment.yaml", "costs.json", "constants.json"
+DEPLOYMENT, COSTS = "deployment.yaml", "costs.json"  # Files of a plan that its next commands name
 OFF, AUTO = "off", "auto"
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
@@ -62,11 +58,11 @@ class Plan:
     def chosen(self) -> OperatingPoint:
         """The most tokens/s/GPU within the limits; at the highest acceptance of a band if the middle one meets none."""
         objective = self.question.objective
-        found = objective.best(_points(self.known))
+        found = objective.best(points_of(self.known))
         follows = objective.best(self.known.get(AUTO, ()))
         if found is not None and follows is not None and follows.throughput >= ALIKE * found.throughput:
             return follows
-        return found or next(point for curves in reversed(self.curves) if (point := objective.best(_points(curves))))
+        return found or next(point for curves in reversed(self.curves) if (point := objective.best(points_of(curves))))
 
     @cached_property
     def plain(self) -> OperatingPoint | None:
@@ -120,7 +116,7 @@ class Plan:
     @cached_property
     def range(self) -> tuple[float, float]:
         """Tokens/s/GPU, lowest and highest: the error, and the band of acceptances where that is not known."""
-        within = [p for curves in self.curves if (p := self.question.objective.best(_points(curves)))]
+        within = [p for curves in self.curves if (p := self.question.objective.best(points_of(curves)))]
         low, high = (f(within, key=lambda point: point.throughput) for f in (min, max))
         return low.throughput * (1 - self.error(low)), high.throughput * (1 + self.error(high))
 
@@ -169,6 +165,8 @@ class Plan:
         return [] if self.deployment is None else self._refusals(self.deployment)
 
     def _refusals(self, deployment: Deployment) -> list[Problem]:
+        if self.question.pair.catalogued:  # the engine's checks would read a model that is not here
+            return []
         try:
             return server_backend(self.question.backend).launch(deployment).problems
         except UserError as error:
@@ -209,7 +207,7 @@ class Plan:
             f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
         )
         if chosen.variant == OFF:
-            wide = (point for point in _points(self.known) if point.variant != OFF)
+            wide = (point for point in points_of(self.known) if point.variant != OFF)
             best = self.question.objective.best(wide)
             if best is None:
                 return f"{told}. No setting with speculation meets the limits."
@@ -232,20 +230,32 @@ class Plan:
 
     def _trust(self) -> str:
         stop, block = self.stops_at, self.question.block_size
-        pays = f"At equal batch, a fixed width of {block} is " + (
-            f"slower than plain decoding from batch {stop} on" if stop else "faster at every batch that has room for it"
+        pays = f"At equal batch, speculation with a fixed width of {block} is " + (
+            f"slower than plain decoding from batch {stop} on"
+            if stop
+            else "faster than plain decoding at every batch that has room for it"
         )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
-        return f"{pays}. Nothing was run: {self.basis}; engine constants {self.question.constants.name} ({parts})."
+        return (
+            f"{pays}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
+            f"{self.question.constants.name} ({parts})."
+        )
+
+    def _acceptance(self) -> str:
+        # A name is the Greek letter and the figure of the whole block.
+        low, high = self.question.acceptances[0], self.question.acceptances[-1]
+        figure = low.name if low is high else f"{low.name} to {high.name.partition(' ')[2]}"
+        return f"{figure} tokens a step, {low.source}"
 
     def cautions(self) -> Iterator[str]:
         """Limits and assumptions of this plan, one sentence each."""
         asked, constants, chosen = self.question, self.question.constants, self.chosen
         yield from (f"{note}." for note in self.notes)
+        yield from (f"{told}." for told in asked.pair.catalogued)
+        if asked.pair.catalogued:
+            yield f"{asked.backend}'s own checks were not made: `dflash-serve serve --dry-run` makes them."
         if asked.pair.assumed:
             yield f"{_capital(asked.pair.assumed)}."
-        if len(asked.acceptances) > 1:
-            yield f"{_capital(asked.acceptances[0].source)} ({', '.join(each.name for each in asked.acceptances)})."
         if constants.evidence in ("implied", "assumed"):
             told = f"The engine constants are {constants.evidence}: {constants.source}."
             yield f"{told} Measure with `bench`, then --calibrate."
@@ -300,7 +310,7 @@ class Plan:
         words = [
             *("dflash-serve", "plan", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend),
             *("--isl", str(asked.load.isl), "--osl", str(asked.load.osl)),
-            *("--calibrate", f"{folder}/bench/bench.json"),
+            *("--calibrate", f"{folder}/bench/bench.json", "--output", f"{folder}/calibrated"),
         ]
         yield shlex.join(words)
 
@@ -345,7 +355,7 @@ def make_plan(question: PlanQuestion) -> Plan:
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
     curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
-    question.objective.require_met([point for each in curves for point in _points(each)])
+    question.objective.require_met([point for each in curves for point in points_of(each)])
     told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
     return Plan(question, follows, predictors, room, told, curves)
 
@@ -355,6 +365,8 @@ def _can_follow(question: PlanQuestion) -> bool:
     if question.deployment.drafter is None:
         return True
     given = question.deployment.model_dump(exclude_unset=True)
+    if question.pair.catalogued:
+        return not server_backend(question.backend).facts.width_needs_survival
     automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
     try:
         return server_backend(question.backend).launch(automatic).follows_cost
@@ -377,7 +389,7 @@ def _curves(
         curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
         curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
         if follows:  # at each batch, the width that the policy chooses
-            chosen = [predictor.auto(batch, _widths(block), acceptance) for batch in batches]
+            chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
             by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
             curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
     return curves
@@ -394,99 +406,15 @@ def _fixed(block_size: int) -> str:
     return f"fixed {block_size}"
 
 
-def _widths(block_size: int) -> list[int]:
-    # Widths among which `auto` chooses.
+def widths(block_size: int) -> list[int]:
+    """Widths among which `auto` chooses."""
     return sorted({*(width for width in WIDTHS if width < block_size), block_size})
 
 
-def _points(curves: Curves) -> list[OperatingPoint]:
+def points_of(curves: Curves) -> list[OperatingPoint]:
+    """The points of all variants."""
     return [point for points in curves.values() for point in points]
 
 
 def _capital(sentence: str) -> str:
     return sentence[0].upper() + sentence[1:]
-
-
-def row(plan: Plan, point: OperatingPoint) -> dict[str, Any]:
-    """One operating point as JSON: settings, figures with bounds, and the provenance of its step time."""
-    error = plan.error(point)
-    return {
-        "variant": point.variant,
-        "tensor": point.split.tensor,
-        "expert": point.split.expert,
-        "batch": point.batch,
-        "width": point.width,
-        "acceptance_length": round(point.acceptance_length, 3),
-        "tokens_per_s_per_gpu": round(point.throughput, 2),
-        "lowest": round(point.throughput * (1 - error), 2),
-        "highest": round(point.throughput * (1 + error), 2),
-        "tokens_per_s_per_user": round(point.interactivity, 3),
-        "first_token_ms": round(point.first_token_ms, 2),
-        "step_ms": round(point.step.total, 4),
-        **{f"share_{name}": round(share, 4) for name, share in point.step.shares().items()},
-    }
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """All figures, for programs."""
-    asked, (low, high) = plan.question, plan.range
-    return {
-        "verdict": plan.verdict(),
-        "cautions": list(plan.cautions()),
-        "question": {
-            "target": asked.pair.layout.shape.name,
-            "drafter": asked.deployment.drafter.model if asked.deployment.drafter else None,
-            "block_size": asked.block_size,
-            "backend": asked.backend,
-            "gpu": asked.on.gpu.name,
-            "count": asked.count,
-            "isl": asked.load.isl,
-            "osl": asked.load.osl,
-            "slo_interactivity": asked.objective.interactivity,
-            "slo_ttft_ms": asked.objective.first_token_ms,
-        },
-        "chosen": row(plan, plan.chosen) | {"lowest": low, "highest": high},
-        "plain": plan.plain and row(plan, plan.plain),
-        "plain_fastest": row(plan, plan.plain_fastest),
-        "equal_batch_gain": plan.equal_batch_gain,
-        "equal_interactivity_ratio": plan.equal_interactivity_ratio,
-        "fixed_width_stops_paying_at": plan.stops_at,
-        "requests_that_fit": {str(split): room._asdict() for split, room in plan.room.items()},
-        "basis": plan.basis,
-        "constants": asked.constants.model_dump(),
-        "calibration": asked.calibration or None,
-        "acceptances": [asdict(each) for each in asked.acceptances],
-        "environment": {"versions": versions("dflash-serve", "aiconfigurator-core"), "commit": commit(), "date": now()},
-        "points": [
-            {"acceptance": acceptance.name} | row(plan, point)
-            for acceptance, curves in zip(asked.acceptances, plan.curves, strict=True)
-            for point in _points(curves)
-        ],
-    }
-
-
-def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """Writes every file, each whole or not at all, and returns their paths.
-
-    Raises:
-        UserError: one cannot be written.
-    """
-    costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, _widths(plan.question.block_size))
-    contents = {
-        JSON: json_text(as_json(plan)),
-        COSTS: json_text(costs),
-    }
-    if plan.deployment is not None:
-        told, servers = plan.verdict(), plan.copies // plan.copies_in_one_server
-        if servers > 1:
-            told.append(
-                f"This is one of {servers} servers alike, each with at most {plan.deployment.limits.max_batch_size} "
-                f"requests at once. Set `replicas: {servers}` in the values that `dflash-serve deploy` writes."
-            )
-        elif plan.copies > 1:
-            told.append("limits.max_batch_size is the number of requests at once on all copies together.")
-        fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
-        contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
-    if plan.question.calibration:
-        contents[CONSTANTS] = json_text(plan.question.constants)
-    return write_files(folder, contents)

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from math import ceil, inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from pydantic import ValidationError
-
 from dflash_serve.adapter.checks import (
     attention_head_problems,
-    block_problems,
-    check_pairing,
     expert_block_problems,
     length_problems,
 )
-from dflash_serve.adapter.launch import kv_bytes_each
-from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
-from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.source import target_source
-from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
-from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
 from dflash_serve.common.documents import read_json
-from dflash_serve.common.settings import describe
 from dflash_serve.deployment.description import Deployment, Parallel
-from dflash_serve.errors import UserError, did_you_mean, raise_problems
+from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
     Constants,
@@ -47,13 +34,7 @@ from dflash_serve.planning.step_times import (
     Split,
     StepTimes,
     priced,
-    shipped_configuration,
 )
-
-USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
-"""Shape of most published DFlash drafters (z-lab)."""
-USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
-"""Sizes that are assumed where the target has a latent cache (Kimi), and so no K/V heads of its own."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +122,7 @@ class PlanQuestion:
         shape, drafter, deployment = self.pair.layout.shape, self.pair.drafter, self.deployment
         raise_problems(list(length_problems(deployment, shape)))
         windowed = deployment.speculation.draft_window or any(kind.window for kind in drafter.layers)
-        unbounded = windowed or drafter.rope.scaling or self.pair.assumed
+        unbounded = windowed or drafter.rope.scaling or self.pair.assumed or self.pair.catalogued
         allowed = (
             (shape.max_position_embeddings, f"the positions of {shape.name}"),
             (deployment.limits.max_model_len, "limits.max_model_len"),
@@ -217,162 +198,7 @@ def specification(gpu: str | None) -> Specification:
     if (gpu := gpu.lower()) in SPECIFICATIONS:
         return SPECIFICATIONS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
-    raise UserError(what, where="--gpu", do=did_you_mean(gpu, SPECIFICATIONS) or f"there are: {have}")
-
-
-def read_pair(deployment: Deployment) -> Pair:
-    """Target and drafter from their configurations; no weights are read. Of known targets the operator tables' library
-    has the configuration, for machines without a network.
-
-    Raises:
-        UserError: one cannot be had, or they do not fit.
-    """
-    model = deployment.target
-    folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
-    if folder is None:
-        folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
-    layout = read_target_layout(folder, model)
-    if layout.experts and not layout.experts_per_token:
-        what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
-        raise UserError(what, where=model.model, do=f"add {KEYS['experts per token'][0]} to it")
-    if deployment.drafter is None:
-        block = deployment.speculation.block_size or USUAL_BLOCK
-        drafter, assumed = usual_drafter(layout, read_target(folder), block)
-    else:
-        drafter, assumed = read_config(deployment.drafter.model, deployment.drafter.revision)[0], None
-        raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
-    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
-    share = deployment.kv_cache.memory_fraction
-    return Pair(model, folder, layout, drafter, assumed, kv_bytes_each(deployment, layout), share)
-
-
-def usual_drafter(layout: TargetLayout, target: TargetFiles, block_size: int) -> tuple[DrafterConfig, str]:
-    """A drafter of the usual shape for this target, and a sentence that says that it is assumed.
-
-    Raises:
-        UserError: the target's sizes fit no drafter.
-    """
-    shape, wide = layout.shape, target.model.get("intermediate_size")
-    try:
-        config = DrafterConfig(
-            block_size=block_size,
-            target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
-            mask_token_id=0,
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
-            num_attention_heads=layout.attention_heads,
-            num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
-            head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
-            layers=(AttentionKind(),) * USUAL_LAYERS,
-        )
-    except ValidationError as error:
-        what = f"no drafter has the sizes of this target ({describe(error)})"
-        raise UserError(what, where=shape.name, do="correct its config.json, or name --drafter") from None
-    words = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block_size}, is assumed"
-    return config, words
-
-
-PRESETS = "published_acceptance.json"
-BAND = (3.0, 4.5, 6.0)  # Acceptance lengths of a whole block that published drafters have, from chat to mathematics
-AS_IT_IS = "as it is"  # Name of a drafter with its own features in reports of `evaluate`
-
-
-def from_length(length: float, block_size: int, source: str, *, measured_at: int | None = None) -> ExpectedAcceptance:
-    """Geometric survival p, p^2, ... with 1 + p + ... + p^(M-1) = length, M the block it was measured with.
-
-    Checked on published pairs of widths (16 -> 8; 10 -> 6, 4): within -5 to +3 % in 13 of 13.
-
-    Raises:
-        UserError: it is not between 1 and M.
-    """
-    most = measured_at or block_size
-    if not 1 < length < most:
-        do = f"tokens gained a step, the bonus token counted: more than 1, less than {most}"
-        raise UserError(f"{length:g} is no acceptance length of a block of {most}", where="--acceptance-length", do=do)
-    low, high = 0.0, 1.0
-    for _ in range(60):  # bisection: the sum rises with p
-        share = (low + high) / 2
-        low, high = (share, high) if sum(share**slot for slot in range(most)) < length else (low, share)
-    return _expected([low**slot for slot in range(1, block_size)], source)
-
-
-def band(block_size: int) -> list[ExpectedAcceptance]:
-    """A low, middle and high acceptance, for a drafter that has not been measured."""
-    source = "nothing is known of this drafter's acceptance: a band, not a prediction"
-    return [from_length(min(length, 0.9 * block_size), block_size, source) for length in BAND]
-
-
-def of_task(task: str, target: str, block_size: int) -> ExpectedAcceptance:
-    """A published acceptance length of this target's own drafter.
-
-    Raises:
-        UserError: none was published; says which were.
-    """
-    presets = json.loads((files(__package__) / PRESETS).read_text(encoding="utf-8"))
-    name = target.rstrip("/").rpartition("/")[2].lower()
-    key = max((each for each in presets if name.startswith(each.lower())), key=len, default=None)
-    if key is None:
-        what = f"no acceptance was published for {target} (there is: {', '.join(presets)})"
-        do = "give --acceptance-length, or --survival a report of `evaluate`"
-        raise UserError(what, where=f"--task {task}", do=do)
-    row = presets[key]
-    if task not in row["tasks"]:
-        do = did_you_mean(task, row["tasks"]) or f"there are: {', '.join(row['tasks'])}"
-        raise UserError(f"no acceptance was published for this task of {key}", where=f"--task {task}", do=do)
-    source = f"published for {key}, {task}, block size {row['block_size']}, greedy ({row['source']})"
-    return from_length(row["tasks"][task], block_size, source, measured_at=row["block_size"])
-
-
-def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
-    """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
-
-    Raises:
-        UserError: it is no such report, has no such task, or tells no survival.
-    """
-    where = f"--survival {path}"
-    report = read_json(path)
-    try:
-        if "points" in report:
-            survival, measured = _of_bench(report["points"]), "bench"
-        else:
-            measured = _task_of(report["tasks"], task, where)
-            survival = report["tasks"][measured][AS_IT_IS]["survival"]
-        known = [float(share) for share in survival[: block_size - 1] if share is not None]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        do = "give the JSON of `evaluate --output` or of `bench`"
-        raise UserError("no report", where=where, do=do) from None
-    if not known:
-        raise UserError("it tells no survival", where=where, do="measure with a fixed width")
-    if not all(0 <= share <= 1 for share in known):
-        raise UserError("a share of its survival is not from 0 to 1", where=where, do="measure it again")
-    conditional = min(1.0, known[-1] / known[-2]) if len(known) > 1 and known[-2] else known[-1]
-    while len(known) < block_size - 1:
-        known.append(known[-1] * conditional)
-    return _expected(known, f"measured: {measured} of {path.name}")
-
-
-def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:
-    return ExpectedAcceptance(f"\N{GREEK SMALL LETTER TAU} {1 + sum(survival):.2f}", tuple(survival), source)
-
-
-def _task_of(tasks: Mapping[str, Any], task: str | None, where: str) -> str:
-    name = task or (next(iter(tasks)) if len(tasks) == 1 else None)
-    if name is None or name not in tasks:
-        do = f"give --task one of: {', '.join(tasks)}"
-        raise UserError("which task?" if task is None else f"no task {task!r}", where=where, do=do)
-    return name
-
-
-def _of_bench(points: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-    # A fixed width before others; then the point that verified most slots, then the one with most verifications.
-    def order(point: Mapping[str, Any]) -> tuple[bool, int, float]:
-        acceptance = point["acceptance"]
-        return point["variant"].startswith("fixed"), len(acceptance["survival"]), acceptance["verifications"] or 0
-
-    told = [point for point in points if point["acceptance"].get("survival")]
-    survival: Sequence[float] = max(told, key=order)["acceptance"]["survival"] if told else ()
-    return survival
+    raise UserError(what, where="--gpu", do=f"there are: {have}")  # six names: a list is plainer than a guess
 
 
 def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:

@@ -9,18 +9,10 @@ from typing import Any
 from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.planning.acceptance import band, from_length, from_report, of_task, published
+from dflash_serve.planning.pair import read_pair
 from dflash_serve.planning.prediction import ExpectedAcceptance, Load, constants_of
-from dflash_serve.planning.question import (
-    Objective,
-    PlanQuestion,
-    band,
-    calibrated,
-    from_length,
-    from_report,
-    of_task,
-    read_pair,
-    specification,
-)
+from dflash_serve.planning.question import Objective, PlanQuestion, calibrated, specification
 
 
 class PlanSettings(Frozen):
@@ -73,12 +65,12 @@ class PlanSettings(Frozen):
             block_size=block,
             load=Load(self.isl, self.osl),
             objective=Objective(self.slo_interactivity, self.slo_ttft),
-            acceptances=tuple(self._acceptances(deployment.target.model, block)),
+            acceptances=tuple(self._acceptances(deployment, block)),
             constants=constants,
         )
         return question if self.calibrate is None else calibrated(question, self.calibrate)
 
-    def _acceptances(self, target: str, block_size: int) -> list[ExpectedAcceptance]:
+    def _acceptances(self, deployment: Deployment, block_size: int) -> list[ExpectedAcceptance]:
         length, report, task = self.acceptance_length, self.survival, self.task
         if length is not None and (report is not None or task is not None):
             do = "leave out --survival and --task"
@@ -87,4 +79,7 @@ class PlanSettings(Frozen):
             return [from_length(length, block_size, "given by --acceptance-length")]
         if report is not None:
             return [from_report(report, task, block_size)]
-        return band(block_size) if task is None else [of_task(task, target, block_size)]
+        target, drafter = deployment.target.model, deployment.drafter.model if deployment.drafter else None
+        if task is not None:
+            return [of_task(task, target, drafter, block_size)]
+        return band(block_size, "" if drafter is None else published(target, drafter))

@@ -93,6 +93,7 @@ class Pair:
     assumed: str | None = None  # The assumption about the drafter, where none was named
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
     memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
+    catalogued: tuple[str, ...] = ()  # A sentence for each model whose sizes are the catalogue's: it is not here
 
 
 class StepTimes(Protocol):

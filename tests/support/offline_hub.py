@@ -29,7 +29,7 @@ def offline_hub(folder: Path, patch: pytest.MonkeyPatch) -> None:
     drafters |= {one.repository: config_json(one) for one in PUBLISHED_DRAFTERS if one.repository in WITH_HEADS}
     for name, described in drafters.items():
         snapshot = _add(folder, name, described)
-        _write_hollow(snapshot / "model.safetensors", expected_tensors(read_config(snapshot)[0]))
+        write_hollow(snapshot / "model.safetensors", expected_tensors(read_config(snapshot)[0]))
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
@@ -44,8 +44,8 @@ def _add(folder: Path, name: str, config: Mapping[str, object]) -> Path:
     return snapshot
 
 
-def _write_hollow(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A safetensors file of bf16 tensors: its header is real, its data a hole of the right length."""
+def write_hollow(path: Path, shapes: Mapping[str, tuple[int, ...]], *, header_only: bool = False) -> None:
+    """A safetensors file of bf16 tensors: its header is real, its data a hole of the right length, or left out."""
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():
@@ -57,4 +57,4 @@ def _write_hollow(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.truncate(8 + len(text) + (0 if header_only else end))

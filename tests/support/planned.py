@@ -8,7 +8,7 @@ from pathlib import Path
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.deployment.description import Deployment, Model
-from dflash_serve.planning.question import read_pair
+from dflash_serve.planning.pair import read_pair
 from dflash_serve.planning.step_times import Pair
 from tests.unit.tensorrt_llm.published_targets import TARGETS
 

@@ -39,7 +39,7 @@ TARGETS = {
     "Qwen/Qwen3-30B-A3B": TargetSizes(2048, 6144, (32, 4), 48),
     "Qwen/Qwen3.5-0.8B": TargetSizes(1024, 3584, (16, 8), 24, (248077, 248320)),
     "Qwen/Qwen3.6-35B-A3B": TargetSizes(2048, 6144, (32, 8), 40, QWEN35),
-    "Qwen/Qwen3.8-27B": TargetSizes(5120, 17408, (40, 8), 64, QWEN35),
+    "Qwen/Qwen3.8-27B": TargetSizes(5120, 17408, (32, 8), 64, QWEN35),
     "Qwen/Qwen3.8-2.4T-A95B": TargetSizes(8192, 24576, (64, 8), 94, QWEN35),
     "google/gemma-4-12B-it": TargetSizes(3840, 15360, (16, 8), 48, (4, 262144)),
     "google/gemma-4-31B-it": TargetSizes(5376, 10752, (64, 8), 60, (4, 262144)),
@@ -118,10 +118,10 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
         return _speculators(drafter, plain)
     if owner == "nvidia":
         return _modelopt(drafter, plain)
-    if drafter.heads.family == "DSpark":  # SpecForge's form
+    if drafter.kind == "DSpark":  # SpecForge's form
         inner = {**_section(plain), **MARKOV, **CONFIDENCE, "projector_type": "dspark", "attention_mode": "gqa"}
         return {**plain, "architectures": ["DSparkDraftModel"], "block_size": 7, "dflash_config": inner}
-    if drafter.heads.family == "DFlash2":
+    if drafter.kind == "DFlash2":
         inner = {**_section(plain), **DFLASH2, "block_size": drafter.block_size}
         latent = {**LATENT} if owner == "lightseekorg" else {}
         inner |= {"attention_mode": "mla"} if latent else {}
@@ -131,6 +131,7 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
 
 
 def _plain(drafter: CataloguedDrafter) -> Raw:
+    assert drafter.block_size is not None
     sizes = TARGETS[drafter.target]
     ids = [1 + index * (sizes.depth - 4) // 4 for index in range(5)]
     row = Published(
@@ -150,7 +151,8 @@ def _deepspec(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     """DeepSpec's: everything at top level, no key for the slots."""
     owner = drafter.repository.partition("/")[0]
     gemma = "gemma" in drafter.repository
-    heads = {**MARKOV, **CONFIDENCE} if drafter.heads.family == "DSpark" else {"markov_rank": 0}
+    assert drafter.block_size is not None
+    heads = {**MARKOV, **CONFIDENCE} if drafter.kind == "DSpark" else {"markov_rank": 0}
     inner = _section(plain)
     outer = {key: value for key, value in plain.items() if key != "dflash_config"}
     named = {"LiquidAI": "Lfm2DSparkDraftModel", "Inferact": "K3DSparkModel"}.get(owner, "Qwen3DSparkModel")
@@ -163,7 +165,8 @@ def _deepspec(drafter: CataloguedDrafter, plain: Raw) -> Raw:
 def _modelopt(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     """ModelOpt's, with the architecture that NVIDIA's DSpark drafters name."""
     inner = {**_section(plain), "use_swa": True, "swa_window_size": 1024, "causal": False}
-    if drafter.heads.family != "DSpark":
+    assert drafter.block_size is not None
+    if drafter.kind != "DSpark":
         return {**plain, "dflash_config": inner}
     rows = drafter.block_size - 1
     inner |= {**MARKOV, "use_confidence_head": True, "projector_type": "dspark", "shift_label": True}
@@ -174,7 +177,9 @@ def _modelopt(drafter: CataloguedDrafter, plain: Raw) -> Raw:
 
 def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     """speculators 0.9's; its DSpark exports have no key for the slots, but say how much they draft."""
-    kind = drafter.heads.family.lower()
+    assert drafter.heads is not None
+    assert drafter.block_size is not None
+    kind = drafter.kind.lower()
     inner = _section(plain)
     ids = inner["target_layer_ids"]
     assert isinstance(ids, list)
@@ -189,7 +194,7 @@ def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     by_kind: dict[str, Raw] = {"dspark": {**MARKOV, **CONFIDENCE}, "dflash2": dict(DFLASH2)}
     heads = by_kind.get(kind, {"sample_from_anchor": False})
     return {
-        "architectures": [f"{drafter.heads.family}DraftModel"],
+        "architectures": [f"{drafter.kind}DraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "block_size": rows,
@@ -202,4 +207,5 @@ def _speculators(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     }
 
 
-PUBLISHED_DRAFTERS = catalogue().drafters
+PUBLISHED_DRAFTERS = [one for one in catalogue().drafters if one.heads is not None]
+"""Drafters whose config.json is known."""

@@ -15,13 +15,16 @@ import torch
 
 from dflash_serve.adapter.protocol import Backend
 from dflash_serve.adapter.registry import backend
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter
+from dflash_serve.adapter.verdicts import rule
+from dflash_serve.catalogue_row import row
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue, catalogued_target
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, expected_tensors
 from dflash_serve.checkpoint.reader import DIALECTS, parse
 from dflash_serve.errors import Problem
 from dflash_serve.models.drafter import Drafter
 from dflash_tensorrt_llm import TensorRTLLMBackend
-from dflash_tensorrt_llm.upstream import Release
+from dflash_tensorrt_llm.upstream import NEWEST, Release
+from tests.support.offline_hub import write_hollow
 from tests.unit.checkpoint.published import PUBLISHED, Published
 from tests.unit.checkpoint.published_heads import MUSE_GLIMMER, NEMOTRON_DSPARK, PUBLISHED_DRAFTERS, config_json
 
@@ -44,7 +47,7 @@ SOURCES = {
 def parsed(drafter: CataloguedDrafter) -> tuple[DrafterConfig | None, list[Problem]]:
     """With the confidence head's tensors, as the checkpoints have them."""
     problems: list[Problem] = []
-    stored = ["confidence_head.proj.weight"] if drafter.heads.confidence else []
+    stored = ["confidence_head.proj.weight"] if drafter.heads and drafter.heads.confidence else []
     config, _ = parse(config_json(drafter), Path("config.json"), problems, stored=stored)
     return config, problems
 
@@ -102,7 +105,7 @@ def test_what_nemotrons_file_repeats_is_read_once_and_its_two_own_parts_are_name
 @pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)
 def test_a_published_config_is_what_the_catalogue_says_and_survives_its_own_dialect(drafter: CataloguedDrafter) -> None:
     config, problems = parsed(drafter)
-    if drafter.unsupported is not None:
+    if drafter.unread is not None:
         assert (config, len(problems)) == (None, 2 if "Nemotron" in drafter.repository else 1)
         return
     assert problems == []
@@ -123,7 +126,7 @@ def source(engine: str, refusal: str) -> str:
     return file
 
 
-def row(drafter: CataloguedDrafter) -> str:
+def golden_line(drafter: CataloguedDrafter) -> str:
     """One line of the table: kind, block size, tensors, and the engines that serve it or why not."""
     config, problems = parsed(drafter)
     if config is None:
@@ -139,7 +142,7 @@ def row(drafter: CataloguedDrafter) -> str:
 
 
 def test_what_each_engine_makes_of_each_is_as_it_was() -> None:
-    text = "".join(row(drafter) + "\n" for drafter in PUBLISHED_DRAFTERS)
+    text = "".join(golden_line(drafter) + "\n" for drafter in PUBLISHED_DRAFTERS)
     if os.environ.get("UPDATE_GOLDEN"):
         TABLE.parent.mkdir(exist_ok=True)
         TABLE.write_text(text)
@@ -148,9 +151,44 @@ def test_what_each_engine_makes_of_each_is_as_it_was() -> None:
 
 def test_every_figure_of_the_catalogue_has_its_source() -> None:
     raw = json.loads((Path(__file__).parents[3] / "dflash_serve/assets/drafters.json").read_text())
-    assert len({drafter.repository for drafter in PUBLISHED_DRAFTERS}) == len(raw["drafters"]) >= 40
+    assert len({drafter.repository for drafter in catalogue().drafters}) == len(raw["drafters"]) >= 90
     for entry in raw["drafters"]:
         assert entry["source"]
         for figure in entry["acceptance_length"]:
-            assert 1 <= figure["value"] <= entry["block_size"]
+            assert 1 <= figure["value"] <= (entry["block_size"] or 16)
             assert figure["source"]
+
+
+@pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)
+def test_a_row_is_what_the_module_makes_of_the_checkpoint(drafter: CataloguedDrafter, tmp_path: Path) -> None:
+    """Of its config.json, and the headers of its weights where the drafter is read; what a person added stays."""
+    (tmp_path / "config.json").write_text(json.dumps(config_json(drafter)))
+    config, _ = parsed(drafter)
+    if config is not None:
+        write_hollow(tmp_path / "model.safetensors", expected_tensors(config), header_only=True)
+    made, _ = row(tmp_path, drafter.repository, drafter.target)
+    if drafter.unread is not None:
+        assert made.unread is not None
+        return
+    assert (made.block_size, made.heads) == (drafter.block_size, drafter.heads)
+    assert made.kind == drafter.kind
+    if drafter.sizes is not None:
+        assert made.sizes == drafter.sizes
+    for name, verdict in made.engines.items():
+        if drafter.weights in (None, "bf16") and name != "tensorrt-llm":  # its verdict is of the newest release
+            assert drafter.engines[name] == verdict
+
+
+@pytest.mark.parametrize("drafter", catalogue().drafters, ids=lambda one: one.repository)
+def test_a_verdict_is_the_rules_unless_the_engine_serves_what_we_do_not_read(drafter: CataloguedDrafter) -> None:
+    engines = {one.name: one for one in (*map(backend, ("torch", "sglang", "vllm")), TensorRTLLMBackend(NEWEST))}
+    known = catalogued_target(drafter.target)
+    family = known.family if known else None
+    assert drafter.engines.keys() == engines.keys()
+    for name, stored in drafter.engines.items():
+        found = rule(engines[name], heads=drafter.heads, weights=drafter.weights, unread=drafter.unread, family=family)
+        if stored.verdict == "engine alone":
+            assert stored.why
+            assert found.verdict == "refused", "dflash-serve could serve it"
+        else:
+            assert stored == found

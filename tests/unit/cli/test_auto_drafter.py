@@ -18,13 +18,18 @@ from tests.support.command_line import call
 def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalogue in which the tiny drafter is published for the tiny target, and a worse one."""
     heads = {"markov": {"kind": "vanilla", "rank": 4}}
+    refused = {name: {"verdict": "refused", "why": "not here"} for name in ("torch", "sglang")}
+    target, drafter = map(str, pair)
     rows = [
-        {"repository": "a/dspark", "target": str(pair[0]), "block_size": 4, "heads": {}, "unsupported": "not here"},
-        {"repository": str(pair[1]), "target": str(pair[0]), "block_size": 4, "heads": {}},
-        {"repository": "a/other", "target": "a/target", "block_size": 4, "heads": heads, "revision": "0" * 40},
+        {"repository": "a/dspark", "target": target, "engines": refused},
+        {"repository": drafter, "target": target},
+        {"repository": "a/other", "target": "a/target", "kind": "DSpark", "heads": heads, "revision": "0" * 40},
     ]
-    unknown = {"revision": None, "licence": None, "acceptance_length": (), "source": "a test"}
-    made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**unknown, **row} for row in rows]})
+    absent = ("weights", "target_precision", "thinking", "revision", "licence", "gated", "unread", "sizes")
+    known = {"kind": "DFlash", "block_size": 4, "heads": {}, "acceptance_length": (), "source": "a test"}
+    served = {name: {"verdict": "served"} for name in ("torch", "sglang")}
+    blank = {**dict.fromkeys(absent), **known, "engines": served}
+    made = Catalogue.model_validate({"gathered": "2026-11-22", "drafters": [{**blank, **row} for row in rows]})
     monkeypatch.setattr("dflash_serve.checkpoint.catalogue.catalogue", lambda: made)
 
 

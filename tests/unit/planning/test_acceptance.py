@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.errors import UserError
-from dflash_serve.planning.question import BAND, band, from_length, from_report, of_task
+from dflash_serve.planning.acceptance import BAND, band, from_length, from_report, of_task
 from tests.house import ROOT
 
 MEASURED = ROOT / "benchmarks" / "results"
@@ -33,14 +33,53 @@ def test_nothing_known_is_a_band_never_one_number() -> None:
     assert [each.length(16) for each in band(16)] == pytest.approx(BAND)
 
 
-def test_a_published_task_is_that_of_the_target_s_own_drafter() -> None:
-    assert of_task("mt-bench", "Qwen/Qwen3-8B", 16).length(16) == pytest.approx(4.24)
-    assert of_task("humaneval", "Qwen/Qwen3-Coder-30B-A3B-Instruct", 16).length(16) == pytest.approx(8.09)
-    assert of_task("gsm8k", "openai/gpt-oss-120b", 4).length(4) == pytest.approx(3.3, rel=0.05)  # its card says 3.3
-    with pytest.raises(UserError, match="no acceptance was published for mistral/x"):
-        of_task("gsm8k", "mistral/x", 16)
+def test_a_published_task_is_that_of_the_named_drafter_and_says_whose_it_is() -> None:
+    found = of_task("mt-bench", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16)
+    assert found.length(16) == pytest.approx(4.24)
+    assert found.source.startswith(
+        "published for z-lab/Qwen3-8B-DFlash-b16 with Qwen/Qwen3-8B at MT-Bench: greedy, B 16"
+    )
+    coder = of_task("humaneval", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash", 16)
+    assert coder.length(16) == pytest.approx(8.09)
+    narrow = of_task("gsm8k", "openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 4)
+    assert narrow.length(4) == pytest.approx(3.3, rel=0.05)  # its card says 3.3
     with pytest.raises(UserError, match="did you mean gsm8k"):
-        of_task("gsm8", "Qwen/Qwen3-8B", 16)
+        of_task("gsm8", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16)
+
+
+def test_without_a_drafter_it_is_said_that_the_figure_is_another_drafters() -> None:
+    found = of_task("math500", "Qwen/Qwen3-8B", None, 16)
+    assert found.length(16) == pytest.approx(7.87)
+    assert "published for z-lab/Qwen3-8B-DFlash-b16 with Qwen/Qwen3-8B" in found.source
+    assert found.source.endswith("the drafter of this plan is another, assumed one")
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "words"),
+    [
+        ("mistral/x", None, "no acceptance was published for a drafter of mistral/x"),
+        ("someone/Qwen3-8B-finance", None, "no acceptance was published for a drafter of someone/Qwen3-8B-finance"),
+        (
+            "someone/Qwen3-8B-finance",
+            "z-lab/Qwen3-8B-DFlash-b16",
+            r"the figures of z-lab/Qwen3-8B-DFlash-b16 are for Qwen/Qwen3-8B\)",
+        ),
+        (
+            "Qwen/Qwen3-8B",
+            "someone/mine",
+            r"someone/mine with Qwen/Qwen3-8B; .*--acceptance-length 6.54 assumes that of z-lab/Qwen3-8B-DFlash-b16",
+        ),
+    ],
+)
+def test_a_name_that_begins_alike_inherits_nothing(target: str, drafter: str | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        of_task("gsm8k", target, drafter, 16)
+
+
+def test_a_folder_goes_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3-8B").mkdir()
+    found = of_task("gsm8k", str(tmp_path / "Qwen3-8B"), "z-lab/Qwen3-8B-DFlash-b16", 16)
+    assert "with Qwen/Qwen3-8B" in found.source
 
 
 def test_survival_of_a_report_of_evaluate() -> None:

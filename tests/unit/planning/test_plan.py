@@ -35,7 +35,7 @@ def by_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(folder: Path, *words: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *words, "--output", str(folder)])
+    return CliRunner().invoke(app, ["plan", *words, "--output", str(folder), "--overwrite"])
 
 
 def answer(folder: Path, *words: str) -> dict[str, Any]:
@@ -66,8 +66,10 @@ def test_three_lines_say_what_to_run_what_it_gives_and_where_that_comes_from(fol
     best = r"The best setting of plain decoding that meets the limits gives [\d,]+ \(TP \d, batch \d+\)"
     assert re.search(best, gives)
     assert "In plain decoding, the fastest point is" in gives
-    assert "Nothing was run: roofline of the H200's data sheet" in trust
-    assert "At equal batch, a fixed width of 16 is" in trust
+    assert (
+        "Nothing was run: τ 6.50 tokens a step, given by --acceptance-length; step times from roofline of the" in trust
+    )
+    assert "At equal batch, speculation with a fixed width of 16 is faster than plain decoding at every" in trust
     said = (folder / "said.txt").read_text()
     assert "the operator tables are not installed (pip install 'dflash-serve[plan]')" in said
 
@@ -121,7 +123,8 @@ def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
     assert [each["name"] for each in told["acceptances"]] == ["τ 3.00", "τ 4.50", "τ 6.00"]
     low, high = told["chosen"]["lowest"], told["chosen"]["highest"]
     assert low < 0.6 * high
-    assert any("a band, not a prediction" in caution for caution in told["cautions"])
+    assert "τ 3.00 to 6.00 tokens a step, no --task was given: a band, not a prediction" in told["verdict"][2]
+    assert "published for this drafter are gsm8k 6.54, math500 7.87," in told["verdict"][2]
 
 
 def test_where_plain_decoding_ends_there_is_no_ratio(tmp_path: Path) -> None:
@@ -134,6 +137,8 @@ def test_where_plain_decoding_ends_there_is_no_ratio(tmp_path: Path) -> None:
 def test_a_drafter_that_was_not_named_is_assumed_and_no_deployment_written(tmp_path: Path) -> None:
     done = plan(tmp_path, "--target", "Qwen/Qwen3-8B", "--task", "mt-bench", "--gpu", "h100")
     assert "note: No drafter was named: one of 5 layers" in done.stdout
+    assert "τ 4.24 tokens a step, published for z-lab/Qwen3-8B-DFlash-b16 with Qwen/Qwen3-8B at MT-Bench" in done.stdout
+    assert "the drafter of this plan is another, assumed one" in done.stdout
     assert "next: name --drafter" in done.stdout
     assert not (tmp_path / "deployment.yaml").exists()
 
@@ -271,9 +276,9 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
     ("words", "said"),
     [
         ((), r"which GPU\?"),
-        (("--gpu", "b20"), "nothing is known of a GPU 'b20'; did you mean b200"),
+        (("--gpu", "b20"), "nothing is known of a GPU 'b20'; there are: h100, h200, b200,"),
         (("--gpu", "none"), "a CPU is not planned for"),
-        (("--gpu", "B20"), "nothing is known of a GPU 'b20'; did you mean b200"),
+        (("--gpu", "B20"), "nothing is known of a GPU 'b20'; there are: h100, h200, b200,"),
         (("--gpu", "b200", "--tensor", "3"), r"TP 3 does not divide 1 GPU; use 1; more GPUs \(--count\) allow more$"),
         (("--gpu", "b200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4 or 8$"),
         (("--gpu", "gb200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4$"),
@@ -286,7 +291,8 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
         (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
-        (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for this task"),
+        (("--gpu", "a100"), "'a100'; there are: h100, h200, b200, b300, gb200, gb300$"),
+        (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for .* at this task; there are: aime25"),
         (("--gpu", "b200", "--backend", "torch"), "nothing is known of how long torch takes"),
         (("--gpu", "b200", "--slo-interactivity", "9000"), r"gives 9000 tokens/s/user; the nearest that is met"),
         (("--gpu", "b200", "--slo-ttft", "1"), r"first token after 1 ms; the nearest that is met is --slo-ttft \d+"),
@@ -330,6 +336,55 @@ def test_the_deployment_has_no_more_positions_than_the_drafter(tmp_path: Path, b
     assert not any("`serve` would refuse" in caution for caution in told["cautions"])
     assert any(caution.startswith("limits.max_model_len is set to 40960") for caution in told["cautions"])
     assert load_deployment(tmp_path / "deployment.yaml").limits.max_model_len == 40960
+
+
+def test_a_plan_is_not_written_over_unless_that_is_asked_for(folder: Path) -> None:
+    before = (folder / "plan.json").read_text()
+    words = ["plan", *PAIR, *LENGTH, "--gpu", "b300", "--output", str(folder)]
+    error = CliRunner().invoke(app, words).exception
+    assert str(error) == f"--output {folder}: it has a plan; give another folder, or --overwrite"
+    assert (folder / "plan.json").read_text() == before
+
+
+def test_a_plan_that_replaces_another_leaves_none_of_its_files(tmp_path: Path) -> None:
+    assert plan(tmp_path, *PAIR, *LENGTH, "--gpu", "b200").exception is None
+    assert (tmp_path / "deployment.yaml").exists()
+    assert plan(tmp_path, *PAIR[:2], *LENGTH, "--gpu", "b200").exception is None
+    assert not (tmp_path / "deployment.yaml").exists(), "it describes the first plan"
+
+
+def test_the_table_fits_sixty_columns_and_is_whole_where_it_is_piped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from dflash_serve.cli import plan as verb
+
+    printed: list[Any] = []
+    monkeypatch.setattr(Console, "print", lambda self, table: printed.append(table))
+    done = plan(folder.parent / "table", *PAIR, *LENGTH, "--gpu", "h200", "--count", "8")
+    monkeypatch.undo()
+    assert done.exception is None
+    Console(width=60).print(*printed)
+    narrow = capsys.readouterr().out
+    Console(width=verb.UNCUT).print(*printed)
+    assert narrow.split() == capsys.readouterr().out.split()
+    assert "…" not in (folder / "said.txt").read_text() + narrow
+
+
+def test_a_terminal_gets_lines_that_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dflash_serve.cli import plan as verb
+
+    line = "note: " + "a-word-of-twenty-four-ch " * 6
+    monkeypatch.setenv("COLUMNS", "60")
+    for is_terminal in (True, False):
+        monkeypatch.setattr("sys.stdout.isatty", lambda seen=is_terminal: seen)
+        verb.say(line.strip())
+        lines = capsys.readouterr().out.splitlines()
+        assert (max(map(len, lines)) <= 60, len(lines) > 1) == (is_terminal, is_terminal)
+        assert " ".join(lines).split() == line.split()
 
 
 def test_the_chosen_point_stands_in_the_table(folder: Path) -> None:

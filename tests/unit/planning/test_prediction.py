@@ -8,8 +8,8 @@ import pytest
 
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
+from dflash_serve.planning.acceptance import from_length
 from dflash_serve.planning.prediction import Load, Predictor, constants_of, known_constants
-from dflash_serve.planning.question import from_length
 from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split
 from tests.support.planned import planned_pair
 

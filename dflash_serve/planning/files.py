@@ -1,0 +1,114 @@
+"""The files of a plan: all figures as JSON, the deployment, its cost table, and constants that were fitted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_serve.common.provenance import commit, now, versions
+from dflash_serve.common.reports import json_text, write_files
+from dflash_serve.errors import UserError
+from dflash_serve.planning.plan import COSTS, DEPLOYMENT, Plan, points_of, widths
+from dflash_serve.planning.prediction import OperatingPoint
+
+JSON, CONSTANTS = "plan.json", "constants.json"
+
+
+def row(plan: Plan, point: OperatingPoint) -> dict[str, Any]:
+    """One operating point as JSON: settings, figures with bounds, and the provenance of its step time."""
+    error = plan.error(point)
+    return {
+        "variant": point.variant,
+        "tensor": point.split.tensor,
+        "expert": point.split.expert,
+        "batch": point.batch,
+        "width": point.width,
+        "acceptance_length": round(point.acceptance_length, 3),
+        "tokens_per_s_per_gpu": round(point.throughput, 2),
+        "lowest": round(point.throughput * (1 - error), 2),
+        "highest": round(point.throughput * (1 + error), 2),
+        "tokens_per_s_per_user": round(point.interactivity, 3),
+        "first_token_ms": round(point.first_token_ms, 2),
+        "step_ms": round(point.step.total, 4),
+        **{f"share_{name}": round(share, 4) for name, share in point.step.shares().items()},
+    }
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All figures, for programs."""
+    asked, (low, high) = plan.question, plan.range
+    return {
+        "verdict": plan.verdict(),
+        "cautions": list(plan.cautions()),
+        "question": {
+            "target": asked.pair.layout.shape.name,
+            "drafter": asked.deployment.drafter.model if asked.deployment.drafter else None,
+            "block_size": asked.block_size,
+            "backend": asked.backend,
+            "gpu": asked.on.gpu.name,
+            "count": asked.count,
+            "isl": asked.load.isl,
+            "osl": asked.load.osl,
+            "slo_interactivity": asked.objective.interactivity,
+            "slo_ttft_ms": asked.objective.first_token_ms,
+        },
+        "chosen": row(plan, plan.chosen) | {"lowest": low, "highest": high},
+        "plain": plan.plain and row(plan, plan.plain),
+        "plain_fastest": row(plan, plan.plain_fastest),
+        "equal_batch_gain": plan.equal_batch_gain,
+        "equal_interactivity_ratio": plan.equal_interactivity_ratio,
+        "fixed_width_stops_paying_at": plan.stops_at,
+        "requests_that_fit": {str(split): room._asdict() for split, room in plan.room.items()},
+        "basis": plan.basis,
+        "constants": asked.constants.model_dump(),
+        "calibration": asked.calibration or None,
+        "acceptances": [asdict(each) for each in asked.acceptances],
+        "environment": {"versions": versions("dflash-serve", "aiconfigurator-core"), "commit": commit(), "date": now()},
+        "points": [
+            {"acceptance": acceptance.name} | row(plan, point)
+            for acceptance, curves in zip(asked.acceptances, plan.curves, strict=True)
+            for point in points_of(curves)
+        ],
+    }
+
+
+def require_free(folder: Path) -> None:
+    """Refuses a folder that has a plan: its deployment may have been edited since.
+
+    Raises:
+        UserError: it has one.
+    """
+    if any((folder / name).exists() for name in (JSON, DEPLOYMENT)):
+        raise UserError("it has a plan", where=f"--output {folder}", do="give another folder, or --overwrite")
+
+
+def write_plan(plan: Plan, folder: Path) -> list[Path]:
+    """Writes every file, each whole or not at all, and returns their paths.
+
+    Raises:
+        UserError: one cannot be written.
+    """
+    costs = plan.predictors[plan.chosen.split].cost_model(plan.chosen.batch, widths(plan.question.block_size))
+    contents = {
+        JSON: json_text(as_json(plan)),
+        COSTS: json_text(costs),
+    }
+    if plan.deployment is not None:
+        told, servers = plan.verdict(), plan.copies // plan.copies_in_one_server
+        if servers > 1:
+            told.append(
+                f"This is one of {servers} servers alike, each with at most {plan.deployment.limits.max_batch_size} "
+                f"requests at once. Set `replicas: {servers}` in the values that `dflash-serve deploy` writes."
+            )
+        elif plan.copies > 1:
+            told.append("limits.max_batch_size is the number of requests at once on all copies together.")
+        fields = plan.deployment.model_dump(mode="json", exclude_defaults=True)
+        contents[DEPLOYMENT] = "".join(f"# {line}\n" for line in told) + yaml.safe_dump(fields, sort_keys=False)
+    if plan.question.calibration:
+        contents[CONSTANTS] = json_text(plan.question.constants)
+    for name in {DEPLOYMENT, CONSTANTS} - {*contents}:  # of a plan that is replaced; not every plan has them
+        (folder / name).unlink(missing_ok=True)
+    return write_files(folder, contents)

@@ -1,0 +1,129 @@
+"""Target and drafter of a plan, by their configurations; no weights are read.
+
+Each is looked for in its folder, among what is on this machine already (the operator tables' library ships known
+targets, the hub's cache has what was fetched), in the catalogue, and last on the hub: a plan needs no network for a
+published drafter and its target.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dflash_serve.adapter.checks import block_problems, check_pairing
+from dflash_serve.adapter.launch import kv_bytes_each
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogued_drafter, catalogued_target
+from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, uniform_target_layer_ids
+from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.source import cached_folder, target_source
+from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
+from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
+from dflash_serve.common.settings import describe
+from dflash_serve.deployment.description import Deployment, Model
+from dflash_serve.errors import UserError, raise_problems
+from dflash_serve.planning.step_times import Pair, shipped_configuration
+
+USUAL_LAYERS, USUAL_FEATURES, USUAL_BLOCK = 5, 5, 16
+"""Shape of most published DFlash drafters (z-lab)."""
+USUAL_KV_HEADS, USUAL_HEAD_DIM = 8, 128
+"""Sizes that are assumed where the target has a latent cache (Kimi), and so no K/V heads of its own."""
+
+
+def read_pair(deployment: Deployment) -> Pair:
+    """Target and drafter of a deployment.
+
+    Raises:
+        UserError: one cannot be had, or they do not fit.
+    """
+    model = deployment.target
+    folder, *told = _target_folder(model)
+    layout = read_target_layout(folder, model)
+    if layout.experts and not layout.experts_per_token:
+        what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
+        raise UserError(what, where=model.model, do=f"add {KEYS['experts per token'][0]} to it")
+    assumed: str | None = None
+    if deployment.drafter is None:
+        block = deployment.speculation.block_size or USUAL_BLOCK
+        drafter = usual_drafter(layout, read_target(folder), block)
+        assumed = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block}, is assumed"
+    else:
+        drafter, source = _named_drafter(deployment.drafter, layout, read_target(folder))
+        raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
+        told += [source] if source else []
+    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
+    share, each = deployment.kv_cache.memory_fraction, kv_bytes_each(deployment, layout)
+    return Pair(model, folder, layout, drafter, assumed, each, share, tuple(told))
+
+
+def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
+    # The folder of the target's configuration, and a sentence where it is the catalogue's.
+    name = model.model
+    here = None if Path(name).is_dir() else shipped_configuration(name) or cached_folder(name, model.revision)
+    if here is not None:
+        return (here,)
+    known = None if Path(name).is_dir() or "/" not in name or model.revision else catalogued_target(name)
+    if known is None or not known.has_sizes:
+        return (target_configuration(model.model_copy(update={"model": str(target_source(name))})),)
+    folder = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(json.dumps(known.config))
+    return folder, f"{name} is not on this machine: its sizes are the catalogue's ({known.source})"
+
+
+def _named_drafter(model: Model, layout: TargetLayout, target: TargetFiles) -> tuple[DrafterConfig, str | None]:
+    # The drafter's description, and a sentence where it is the catalogue's.
+    name, row = model.model, catalogued_drafter(model.model)
+    here = cached_folder(name, model.revision)
+    if here is not None or row is None or Path(name).is_dir() or "/" not in name:
+        return read_config(here or name, None if here else model.revision)[0], None
+    if model.revision in (None, row.revision) and row.sizes and row.block_size and row.heads is not None:
+        told = f"{name} is not on this machine: its sizes are the catalogue's ({row.source})"
+        positions = (
+            layout.shape.max_position_embeddings or DrafterConfig.model_fields["max_position_embeddings"].default
+        )
+        config = row.sizes.config(row.block_size, row.heads, layout.shape.num_layers)
+        return config.model_copy(update={"max_position_embeddings": positions}), told
+    try:
+        return read_config(name, model.revision)[0], None
+    except UserError as error:
+        if row.block_size is None:
+            raise
+        told = f"{name} cannot be read ({error.what}), and the catalogue has no sizes of it"
+        told += f": {USUAL_LAYERS} layers as wide as the target are assumed"
+        return _of_row(usual_drafter(layout, target, row.block_size), row), told
+
+
+def _of_row(usual: DrafterConfig, row: CataloguedDrafter) -> DrafterConfig:
+    # A drafter of the usual shape with the heads of a row.
+    heads = row.heads or Heads()
+    return usual.model_copy(update={name: getattr(heads, name) for name in Heads.model_fields})
+
+
+def usual_drafter(layout: TargetLayout, target: TargetFiles, block_size: int) -> DrafterConfig:
+    """A drafter of the usual shape for this target.
+
+    Raises:
+        UserError: the target's sizes fit no drafter.
+    """
+    shape, wide = layout.shape, target.model.get("intermediate_size")
+    try:
+        return DrafterConfig(
+            block_size=block_size,
+            target_layer_ids=uniform_target_layer_ids(shape.num_layers, USUAL_FEATURES),
+            mask_token_id=0,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=wide if isinstance(wide, int) and not layout.experts else 3 * shape.hidden_size,
+            num_attention_heads=layout.attention_heads,
+            num_key_value_heads=USUAL_KV_HEADS if layout.latent else layout.kv_heads,
+            head_dim=USUAL_HEAD_DIM if layout.latent else layout.head_dim,
+            layers=(AttentionKind(),) * USUAL_LAYERS,
+        )
+    except ValidationError as error:
+        what = f"no drafter has the sizes of this target ({describe(error)})"
+        raise UserError(what, where=shape.name, do="correct its config.json, or name --drafter") from None
