@@ -37,6 +37,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .answer import AnswerFailedError, Item, PendingAnswer, StepFailedError
 from .calibration import choose_dtype, cost_of
+from .launch import require_gpu
 from .model_runner import sizes
 from .request import KVCacheManager, StepResult
 from .scheduler import Scheduler
@@ -331,11 +332,8 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts a deployment whose `EmbeddedLaunch` has no problems, with a `limits.max_batch_size`."""
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
-    gpu, has_gpu = deployment.hardware.gpu, torch.cuda.is_available()
-    if gpu not in (None, "none") and not has_gpu:
-        do = "run it there, or none"
-        raise UserError(f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do=do)
-    device = "cuda" if has_gpu and gpu != "none" else "cpu"
+    require_gpu(deployment)
+    device = "cuda" if deployment.hardware.gpu != "none" and torch.cuda.is_available() else "cpu"
     operators = deployment.engine_args.get("torch", {}).get("operators", "auto")
     compiled, flashinfer = operators != "plain", operators == "flashinfer"
     dtype = choose_dtype(deployment, device, compiled=compiled)

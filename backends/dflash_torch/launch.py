@@ -70,9 +70,34 @@ class Memory(NamedTuple):
     on_gpu: bool
 
 
+def has_driver() -> bool:
+    """This machine has an NVIDIA driver."""
+    return NVIDIA_DRIVER.exists() or Path("/dev/dxg").exists()  # the second is WSL's
+
+
+def require_gpu(deployment: Deployment) -> None:
+    """Imports PyTorch, where the deployment names a GPU.
+
+    Raises:
+        UserError: PyTorch sees none.
+    """
+    if deployment.hardware.gpu in (None, "none"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise gpu_problem(deployment, "PyTorch sees no GPU").error()
+
+
+def gpu_problem(deployment: Deployment, why: str) -> Problem:
+    """The deployment names a GPU, and there is none."""
+    do = "serve it there, or give none to use the CPU"
+    return Problem(f"{deployment.hardware.gpu} is asked for, but {why}", "hardware.gpu", do)
+
+
 def memory_here(deployment: Deployment) -> Memory | None:
     """Memory without PyTorch: that of a CPU. None where a GPU's counts, which `device_memory` tells at the start."""
-    may_use_gpu = deployment.hardware.gpu != "none" and NVIDIA_DRIVER.exists()
+    may_use_gpu = deployment.hardware.gpu != "none" and has_driver()
     return None if may_use_gpu else Memory(free_bytes(), on_gpu=False)
 
 
@@ -331,6 +356,12 @@ class EmbeddedLaunch(Launch):
             return plain_target_only(files.recipe, {}, files.folder)
         _, problems = read_target_headers(files, config)
         return problems + tokenizer_problems(self.folder)
+
+    @cached_property
+    def problems_here(self) -> list[Problem]:
+        if self.deployment.hardware.gpu in (None, "none") or has_driver():
+            return []
+        return [gpu_problem(self.deployment, "this machine has no NVIDIA driver")]
 
     @cached_property
     def _memory_problems(self) -> list[Problem]:
