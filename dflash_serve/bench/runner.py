@@ -165,8 +165,7 @@ class Bench:
         elif isinstance(url, Deployment):
             assert self.backend is not None
             folder = self.work / f"{slug(name)}.server"
-            with doing(f"starting the server of {name}"):
-                url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
+            url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
         endpoint = Endpoint(url, api_key=self.api_key)
         if self.settings.warm_up:
             users = max(self.settings.concurrency)

@@ -12,6 +12,7 @@ from dflash_serve.adapter.registry import server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.layers import load_deployment
 
@@ -69,7 +70,8 @@ def plan(
 
     settings = PlanSettings.model_validate({name: context.params[name] for name in PlanSettings.model_fields})
     flags = overlay(options.deployment_flags(context.params), settings.flags())
-    answer = make_plan(settings.question(name_drafter(load_deployment(deployment, flags), chosen, quiet=quiet)))
+    with shown(quiet=quiet), doing("planning"):
+        answer = make_plan(settings.question(name_drafter(load_deployment(deployment, flags), chosen, quiet=quiet)))
     require_writable(output)
     files = write_plan(answer, output)
     if as_json:
