@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import cache_home
+from dflash_serve.common.progress import doing
 from dflash_serve.common.provenance import processor, versions
 from dflash_serve.common.store import keep_record, read_record
 from dflash_serve.deployment.description import Deployment
@@ -106,7 +107,13 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         for rows in (1, min(block_size, ONE_BLOCK)):
             jobs["target_context", rows] = alone.target_step(rows)
         jobs["draft_context", 1] = alone.draft_pass(1)
-    times = time_in_turns(jobs, lambda job: jobs[job](), REPETITIONS, MOST_REPETITIONS)
+    with doing("measuring step times", REPETITIONS * len(jobs)) as work:
+
+        def timed(job: tuple[str, int]) -> float:
+            work.advance()
+            return jobs[job]()
+
+        times = time_in_turns(jobs, timed, REPETITIONS, MOST_REPETITIONS)
     least = {job: min(seconds) for job, seconds in times.items()}
     spread = median(median(seconds) / min(seconds) - 1 for seconds in times.values())
     return Calibration(cost=tabulate(least, entries, long), spread=spread)
@@ -300,7 +307,8 @@ def _kept_dtype_speed(inputs: int, outputs: int, *, compiled: bool) -> float:
     path = cache_home() / "dtype" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
     kept = read_record(path, DtypeSpeed)
     if kept is None:
-        kept = DtypeSpeed(faster=measure_dtype_speed(inputs, outputs, compiled=compiled))
+        with doing("comparing bfloat16 with float32, once"):
+            kept = DtypeSpeed(faster=measure_dtype_speed(inputs, outputs, compiled=compiled))
         keep_record(path, kept, otherwise="the speed of bfloat16 is measured again next time")
     return kept.faster
 

@@ -24,6 +24,7 @@ from dflash_serve.answers.chat_template import encode_text, render_messages
 from dflash_serve.answers.engine import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.checkpoint.config import TransformerConfig
 from dflash_serve.checkpoint.source import drafter_folder
+from dflash_serve.common.progress import doing
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError, first_line
@@ -36,6 +37,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 from .answer import AnswerFailedError, Item, PendingAnswer, StepFailedError
 from .calibration import choose_dtype, cost_of
+from .launch import require_gpu
 from .model_runner import sizes
 from .request import KVCacheManager, StepResult
 from .scheduler import Scheduler
@@ -280,7 +282,8 @@ class EmbeddedEngine:
     def warm_up(self) -> None:
         """Generates one short answer and forgets it, so that slow or broken parts show before the first request."""
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        list(self.stream([[0, 1]], [params]))
+        with doing("answering a first prompt"):
+            list(self.stream([[0, 1]], [params]))
         self.scheduler.statistics = AcceptanceStatistics()
         self.scheduler.cache_manager.holds.clear()
 
@@ -329,19 +332,17 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     """Loads and starts a deployment whose `EmbeddedLaunch` has no problems, with a `limits.max_batch_size`."""
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
-    gpu, has_gpu = deployment.hardware.gpu, torch.cuda.is_available()
-    if gpu not in (None, "none") and not has_gpu:
-        do = "run it there, or none"
-        raise UserError(f"{gpu} is asked for, but PyTorch sees no GPU", where="hardware.gpu", do=do)
-    device = "cuda" if has_gpu and gpu != "none" else "cpu"
+    require_gpu(deployment)
+    device = "cuda" if deployment.hardware.gpu != "none" and torch.cuda.is_available() else "cpu"
     operators = deployment.engine_args.get("torch", {}).get("operators", "auto")
     compiled, flashinfer = operators != "plain", operators == "flashinfer"
     dtype = choose_dtype(deployment, device, compiled=compiled)
     if flashinfer and (problem := flashinfer_problem(device, dtype)):
         raise UserError(problem, where="engine_args.torch.operators", do="leave it out, or install the extra `cuda`")
-    target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
-    kind = target.embedding.dtype, target.device
-    target.pack(compiled=compiled, operators=gpu_operators(target.config, *kind) if compiled else None)
+    with doing("loading the target"):
+        target = load_target(model.model, dtype=dtype, device=device, revision=model.revision)
+        kind = target.embedding.dtype, target.device
+        target.pack(compiled=compiled, operators=gpu_operators(target.config, *kind) if compiled else None)
     target.operators.flashinfer = flashinfer
     capacity = deployment.limits.max_model_len or target.config.max_position_embeddings
     speculator: Speculator | None = None
@@ -349,16 +350,18 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     if uses_drafter(deployment):
         assert deployment.drafter is not None
         name, revision = deployment.drafter.model, deployment.drafter.revision
-        loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
-        made = gpu_operators(loaded.config, *kind) if compiled else None
-        drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
+        with doing("loading the drafter"):
+            loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
+            made = gpu_operators(loaded.config, *kind) if compiled else None
+            drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
         drafter.operators.flashinfer = flashinfer
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)
     scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
-    scheduler.prepare()
-    return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
+    with doing("preparing its steps"):
+        scheduler.prepare()
+        return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
 
 
 def gpu_operators(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> PlainOperators | None:

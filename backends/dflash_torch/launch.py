@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,8 +56,10 @@ log = logging.getLogger(__name__)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Requests at once where the deployment leaves the number open, on a CPU and on a GPU.
 MOST_REQUESTS, MOST_ON_GPU = 32, 128
-# Share of the free memory that K/V of an open number of requests may take; activations and other processes need some.
+# Share of a GPU's free memory that weights, and K/V of an open number of requests, may take; activations need some.
 USED_SHARE = 0.8
+# Share of a CPU's memory beside the weights that this K/V may take: other programs run there, too.
+CPU_SHARE = 0.25
 LESS_MEMORY = "lower limits.max_batch_size or limits.max_model_len, or use a smaller model"
 
 
@@ -67,9 +70,34 @@ class Memory(NamedTuple):
     on_gpu: bool
 
 
+def has_driver() -> bool:
+    """This machine has an NVIDIA driver."""
+    return NVIDIA_DRIVER.exists() or Path("/dev/dxg").exists()  # the second is WSL's
+
+
+def require_gpu(deployment: Deployment) -> None:
+    """Imports PyTorch, where the deployment names a GPU.
+
+    Raises:
+        UserError: PyTorch sees none.
+    """
+    if deployment.hardware.gpu in (None, "none"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise gpu_problem(deployment, "PyTorch sees no GPU").error()
+
+
+def gpu_problem(deployment: Deployment, why: str) -> Problem:
+    """The deployment names a GPU, and there is none."""
+    do = "serve it there, or give none to use the CPU"
+    return Problem(f"{deployment.hardware.gpu} is asked for, but {why}", "hardware.gpu", do)
+
+
 def memory_here(deployment: Deployment) -> Memory | None:
     """Memory without PyTorch: that of a CPU. None where a GPU's counts, which `device_memory` tells at the start."""
-    may_use_gpu = deployment.hardware.gpu != "none" and NVIDIA_DRIVER.exists()
+    may_use_gpu = deployment.hardware.gpu != "none" and has_driver()
     return None if may_use_gpu else Memory(free_bytes(), on_gpu=False)
 
 
@@ -133,24 +161,63 @@ def needed_bytes(
 def largest_batch(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, memory: Memory) -> int:
     """The largest power of two of requests, up to `MOST_REQUESTS` or `MOST_ON_GPU`, whose K/V fits at full length.
 
-    A CPU whose memory is not known gets `MOST_REQUESTS`: its K/V takes memory only where it is written.
+    On a GPU it fits with the weights into `USED_SHARE` of the free memory, on a CPU into `CPU_SHARE` of what the
+    weights leave. A CPU whose memory is not known gets `MOST_REQUESTS`: its K/V takes memory only where it is written.
     """
     batch = MOST_ON_GPU if memory.on_gpu else MOST_REQUESTS
     if memory.free is None:
         return batch
-    room = memory.free * USED_SHARE
-    while batch > 1 and needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu, batch=batch) > room:
+
+    def needed(requests: int) -> int:
+        return needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu, batch=requests)
+
+    weights = 2 * needed(1) - needed(2)
+    room = memory.free * USED_SHARE if memory.on_gpu else weights + (memory.free - weights) * CPU_SHARE
+    while batch > 1 and needed(batch) > room:
         batch //= 2
     return batch
 
 
-def free_bytes() -> int | None:
-    """Available memory of a Linux machine; None = not known."""
+def memory_text(deployment: Deployment, target: TargetLayout, drafter: DrafterConfig | None, memory: Memory) -> str:
+    """The most memory that weights and K/V take, beside the free memory where that is known."""
+    most = needed_bytes(deployment, target, drafter, on_gpu=memory.on_gpu) / GIB
+    free = "" if memory.free is None else f" of the {memory.free / GIB:.1f} GiB that are free"
+    return f"weights and K/V take up to {most:.1f} GiB{free}"
+
+
+def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Memory that this process can still take, of a Linux machine or of its container; None = not known."""
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+        machine = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
+    return min([machine, *_left_in_cgroups(proc / "self" / "cgroup", cgroups)])
+
+
+# Files of a memory controller: mount below /sys/fs/cgroup, limit, use, and the use that is only cached files.
+CGROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _left_in_cgroups(own: Path, cgroups: Path) -> Iterator[int]:
+    # Of this process's group and of those around it. A container often sees its own group as the root alone.
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in CGROUP_FILES.keys() & {*controllers.split(",")}:
+                mount, *files = CGROUP_FILES[name]
+                for group in (Path(path), *Path(path).parents):
+                    with suppress(OSError, ValueError, KeyError):  # absent, or "max"
+                        yield _left(cgroups / mount / group.relative_to("/"), *files)
+
+
+def _left(group: Path, limit: str, use: str, cached: str) -> int:
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / use).read_text()) - int(statistics[cached])
+    return max(0, int((group / limit).read_text()) - used)
 
 
 KEYS = {
@@ -291,6 +358,12 @@ class EmbeddedLaunch(Launch):
         return problems + tokenizer_problems(self.folder)
 
     @cached_property
+    def problems_here(self) -> list[Problem]:
+        if self.deployment.hardware.gpu in (None, "none") or has_driver():
+            return []
+        return [gpu_problem(self.deployment, "this machine has no NVIDIA driver")]
+
+    @cached_property
     def _memory_problems(self) -> list[Problem]:
         return memory_problems(self.deployment, self.target, self.drafter, self.memory)
 
@@ -300,12 +373,16 @@ class EmbeddedLaunch(Launch):
         Raises:
             UserError: as `device_memory`.
         """
-        if self.deployment.limits.max_batch_size is not None:
-            return self.deployment
-        batch = largest_batch(self.deployment, self.target, self.drafter, device_memory(self.deployment))
-        log.info("limits.max_batch_size = %d: the K/V of so many requests fits into the free memory", batch)
-        limits = self.deployment.limits.model_copy(update={"max_batch_size": batch})
-        return self.deployment.model_copy(update={"limits": limits})
+        deployment, memory = self.deployment, self.memory
+        if deployment.limits.max_batch_size is None:
+            memory = device_memory(deployment)
+            batch = largest_batch(deployment, self.target, self.drafter, memory)
+            limits = deployment.limits.model_copy(update={"max_batch_size": batch})
+            deployment = deployment.model_copy(update={"limits": limits})
+        if memory is not None:
+            said = memory_text(deployment, self.target, self.drafter, memory)
+            log.info("limits.max_batch_size = %d: %s", deployment.limits.max_batch_size, said)
+        return deployment
 
     def files(self, folder: Path) -> list[PreparedFile]:
         return [PreparedFile(DEPLOYMENT_FILE, "the deployment, merged", self.deployment.model_dump_json(indent=1))]
@@ -338,16 +415,17 @@ class EmbeddedLaunch(Launch):
     def _choices(self) -> Iterator[Choice]:
         deployment, target, drafter = self.deployment, self.target, self.drafter
         if deployment.limits.max_batch_size is None:
-            fits = "the largest power of two whose K/V fits into the free memory"
+            fits = "at the start: the largest power of two whose K/V fits into"
+            on_cpu = f"a quarter of the CPU's free memory, at most {MOST_REQUESTS}"
             if self.memory is None:
-                why = f"at the start: {fits} of the GPU, at most {MOST_ON_GPU} (at most {MOST_REQUESTS} on a CPU)"
+                why = f"{fits} the GPU's free memory, at most {MOST_ON_GPU}; without a GPU, into {on_cpu}"
                 yield Choice("limits.max_batch_size", "as many as fit", why)
             else:
-                why = (
-                    f"{fits} of this machine at the start, at most {MOST_REQUESTS} on a CPU and {MOST_ON_GPU} on a GPU"
-                )
                 batch = largest_batch(deployment, target, drafter, self.memory)
-                yield Choice("limits.max_batch_size", f"{batch}", why)
+                limits = deployment.limits.model_copy(update={"max_batch_size": batch})
+                chosen = deployment.model_copy(update={"limits": limits})
+                said = memory_text(chosen, target, drafter, self.memory)
+                yield Choice("limits.max_batch_size", f"{batch}", f"{fits} {on_cpu}; {said}")
         if deployment.limits.max_model_len is None:
             yield Choice("limits.max_model_len", f"{target.shape.max_position_embeddings}", "the target's positions")
         if drafter is not None and deployment.speculation.block_size is None:

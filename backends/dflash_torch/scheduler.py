@@ -375,9 +375,10 @@ class Scheduler:
             request.finish_reason = "length"
         if request.failure is not None:
             self.leave(request, sound=False)
-            self.cache.clear(request.entry)  # it may hold NaN
-            if self.speculator is not None:
-                self.speculator.cache.clear(request.entry)
+            if self.target_runner.static:  # it may hold NaN
+                self.cache.clear(request.entry)
+                if self.speculator is not None:
+                    self.speculator.cache.clear(request.entry)
         elif request.finish_reason is not None:
             self.leave(request)
         return result.first(count)

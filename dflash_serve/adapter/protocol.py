@@ -75,6 +75,11 @@ class Launch(ABC):
         """All problems that are found without starting anything."""
 
     @property
+    def problems_here(self) -> Sequence[Problem]:
+        """Problems of a start on this machine, which is not asked about where another one will serve."""
+        return ()
+
+    @property
     def follows_cost(self) -> bool:
         """`width: auto` follows the load; False = it is the same width in every step."""
         return True

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -15,8 +15,9 @@ from pydantic import Field
 
 from dflash_serve.adapter.checks import block_size_of
 from dflash_serve.adapter.registry import embedded_backend
-from dflash_serve.answers.engine import Chunk, Engine, Prompt, RequestOutput, template_variables
+from dflash_serve.answers.engine import Engine, Prompt, RequestOutput, template_variables
 from dflash_serve.answers.prompts import context_needed
+from dflash_serve.common.progress import doing
 from dflash_serve.common.provenance import Environment, environment
 from dflash_serve.common.settings import Frozen
 from dflash_serve.deployment.description import Deployment
@@ -26,20 +27,10 @@ from dflash_serve.speculation.statistics import total
 
 AT_ONCE = 16  # Requests at once by default
 AS_IT_IS = "as it is"  # The drafter with its own features, in contrast to the controls
-Watch = Callable[[Iterable[Chunk], str, int], Iterable[Chunk]]
-"""Gives on the last chunks of answers as they come. Arguments: the chunks, a label, and how many they will be."""
-
-
-def _unwatched(finished: Iterable[Chunk], label: str, count: int) -> Iterable[Chunk]:
-    return finished
 
 
 def answer_all(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    watch: Watch = _unwatched,
-    label: str = "",
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, label: str = "answers"
 ) -> list[RequestOutput]:
     """All answers, in the order of the prompts.
 
@@ -47,9 +38,9 @@ def answer_all(
         UserError: a prompt that does not fit; nothing has run then.
     """
     stream = engine.stream(prompts, [params] * len(prompts))
-    finished = (chunk for chunk in stream if chunk.finish_reason is not None)
-    for _ in watch(finished, label, len(prompts)):
-        pass
+    with doing(label, len(prompts)) as work:
+        for chunk in stream:
+            work.advance(chunk.finish_reason is not None)
     return stream.outputs()
 
 
@@ -108,8 +99,11 @@ def compare_with_plain(engine: Engine, prompts: Sequence[Prompt], params: Sampli
     The engine should have run before: its first run pays for more than itself. `params` should fix the seed where it
     samples: the same seed gives the same tokens with any width.
     """
-    plain = engine.plain()
-    pairs = [(time_run(engine, prompt, params), time_run(plain, prompt, params)) for prompt in prompts]
+    plain, pairs = engine.plain(), list[tuple[TimedRun, TimedRun]]()
+    with doing("the same prompt with and without speculation, in turns", len(prompts)) as work:
+        for prompt in prompts:
+            pairs.append((time_run(engine, prompt, params), time_run(plain, prompt, params)))
+            work.advance()
 
     def median_speed(runs: Sequence[TimedRun]) -> float | None:
         speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
@@ -156,7 +150,6 @@ def evaluate(
     temperature: float = 0.0,
     controls: bool | None = None,
     timed: int = 4,
-    watch: Watch = _unwatched,
 ) -> EvaluationReport:
     """Measures a deployment in the embedded engine, task by task.
 
@@ -180,7 +173,7 @@ def evaluate(
     engine = embedded_backend().engine(deployment)
     assert deployment.drafter is not None and width != "off"  # noqa: PT018
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    evaluation = _Evaluation(engine, width, params, watch)
+    evaluation = _Evaluation(engine, width, params)
     return EvaluationReport(
         target=deployment.target.model,
         drafter=deployment.drafter.model,
@@ -216,7 +209,6 @@ class _Evaluation:
     engine: Engine
     width: int | Literal["auto"]
     params: SamplingParams
-    watch: Watch
 
     def task(self, name: str, prompts: Sequence[Prompt], controls: bool, timed: int) -> dict[str, TaskFigures]:
         """Measures a task as it is and under the controls; the first `timed` prompts are timed, too.
@@ -237,7 +229,7 @@ class _Evaluation:
         return rows
 
     def _figures(self, engine: Engine, label: str, prompts: Sequence[Prompt]) -> TaskFigures:
-        whole = total(one.statistics for one in answer_all(engine, prompts, self.params, self.watch, label))
+        whole = total(one.statistics for one in answer_all(engine, prompts, self.params, label))
         return TaskFigures(
             prompts=len(prompts),
             steps=whole.steps,

@@ -18,7 +18,9 @@ from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.processes import sigterm_interrupts
+from dflash_serve.common.progress import doing
 from dflash_serve.common.provenance import commit, environment, now
+from dflash_serve.common.reports import counted
 from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
@@ -129,15 +131,17 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         if self.start is None and isinstance(self.backend, LookingBackend):
             self.env = self.backend.look()
-        running: dict[str, Endpoint] = {}
-        with ExitStack() as servers:
-            for cell in self._missing():
+        running, missing = dict[str, Endpoint](), self._missing()
+        with doing("runs", len(missing)) as work, ExitStack() as servers:
+            for cell in missing:
                 if cell.variant not in running:
                     if self.settings.one_at_a_time:
                         servers.close()
                         running.clear()
                     running[cell.variant] = self._start(cell.variant, servers)
-                run = self._measure(cell, running[cell.variant])
+                with doing(f"measuring {cell.variant}, {counted(cell.concurrency, 'user')}"):
+                    run = self._measure(cell, running[cell.variant])
+                work.advance()
                 self.stores[run.variant].put(f"c{run.concurrency}-r{run.round + 1}", run.model_dump(mode="json"))
                 report_run(run, len(self.cells) - len(self._missing()), len(self.cells))
 
@@ -166,7 +170,8 @@ class Bench:
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
             folder = self.work / f"{slug(name)}-warm-up"
-            self.aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
+            with doing(f"warming up the server of {name}"):
+                self.aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
         return endpoint
 
     def _measure(self, cell: Cell, server: Endpoint) -> Run:

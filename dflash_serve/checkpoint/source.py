@@ -14,6 +14,7 @@ from pathlib import Path
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
+from dflash_serve.common.progress import doing
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
 ALIAS = "smollm2"  # the bundled target, and its drafter
@@ -169,7 +170,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with whole_folder(folder) as scratch:
+    with doing("converting the bundled target, once"), whole_folder(folder) as scratch:
         logging.disable_progress_bar()
         with open(os.devnull, "w") as silence, contextlib.redirect_stderr(silence):
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +11,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from rich.text import Text
 
 from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.answers import evaluation
-from dflash_serve.answers.engine import Chunk, Prompt
+from dflash_serve.answers.engine import Prompt
 from dflash_serve.answers.evaluation import EvaluationReport, SpeedComparison, TimedRun, compare_with_plain, time_run
 from dflash_serve.answers.llm import LLM
 from dflash_serve.answers.prompts import task_prompts, template_kwargs, with_variables
@@ -25,6 +23,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import require_file
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.reports import number, survival_text, write_json
 from dflash_serve.common.settings import describe
 from dflash_serve.errors import UserError
@@ -75,7 +74,7 @@ def generate(
     described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
     if compare and (described.drafter is None or described.speculation.width in ("off", 1)):
         raise UserError("it does not speculate", where="--compare", do="name a drafter, and no width of off")
-    with console.status(Text(f"loading {described.target.model} (the first time it is converted and measured)")):
+    with shown(quiet=quiet), doing(f"loading {described.target.model}"):
         llm = LLM(described)
 
     def show(text: str) -> None:
@@ -84,7 +83,7 @@ def generate(
     run = time_run(llm.engine, asked, params, None if as_json else show)
     comparison = None
     if compare:
-        with console.status("the same prompt with and without speculation, in turns"):
+        with shown(quiet=quiet):
             comparison = compare_with_plain(llm.engine, [asked] * ROUNDS, params)
     if as_json:
         typer.echo(json.dumps({**_report(run, comparison), "chat_template_kwargs": variables}, indent=2))
@@ -159,32 +158,16 @@ def evaluate(
         require_file(output)
     flags = options.deployment_flags(context.params)
     described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
-    report = evaluation.evaluate(
-        described,
-        tasks,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        controls=controls,
-        timed=speed,
-        watch=_bar(quiet or as_json),
-    )
+    with shown(quiet=quiet):
+        report = evaluation.evaluate(
+            described, tasks, max_tokens=max_tokens, temperature=temperature, controls=controls, timed=speed
+        )
     if output is not None:
         write_json(output, report)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
         Console(markup=False, emoji=False).print(_table(report))
-
-
-def _bar(quiet: bool) -> evaluation.Watch:
-    console = Console(stderr=True, quiet=quiet)
-
-    def watch(finished: Iterable[Chunk], label: str, count: int) -> Iterable[Chunk]:
-        if quiet or not console.is_terminal:  # a disabled bar would end with an empty line
-            return finished
-        return track(finished, label, total=count, console=console, transient=True)
-
-    return watch
 
 
 def _table(report: EvaluationReport) -> Table:

@@ -12,6 +12,7 @@ from typer import Option
 from dflash_serve.adapter.registry import EMBEDDED
 from dflash_serve.cli import options
 from dflash_serve.common.extras import need
+from dflash_serve.common.progress import shown
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def _run(asked: Bench, *, as_json: bool, quiet: bool) -> None:
     if asked.told is not None and not quiet:
         typer.echo(f"dflash-serve: {asked.told}", err=True)
     try:
-        files = asked.run(_keep_quiet if quiet else _tell)
+        with shown(quiet=quiet):
+            files = asked.run(_keep_quiet if quiet else _tell)
     except KeyboardInterrupt:
         typer.echo(f"interrupted: finished runs are in {output}; the same command goes on with the rest", err=True)
         raise typer.Exit(130) from None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +16,7 @@ from dflash_serve.cli.options import described_pair
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
+from dflash_serve.common.progress import shown
 from dflash_serve.common.reports import number, survival_text
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.errors import UserError
@@ -27,7 +24,6 @@ from dflash_serve.errors import UserError
 if TYPE_CHECKING:
     from dflash_serve.doctor.diagnosis import SuspectReport
     from dflash_serve.doctor.examination import PairReport
-    from dflash_serve.doctor.examiner import Progress
 
 URL = "Address of a running server of this pair. It must have no other clients meanwhile."
 Url = Annotated[str | None, typer.Option(help=URL)]
@@ -35,7 +31,6 @@ SEEN = "Acceptance length of a server that cannot be asked."
 Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
 NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
 MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
-LINE_SECONDS = 20.0  # between two lines of progress where stderr is no terminal
 SHOWN = 8  # Explanations that are printed; the JSON has all
 
 
@@ -78,7 +73,7 @@ def doctor(
     endpoint = Endpoint(url, model, read_api_key(api_key_file), metrics_urls=urls) if url else None
     from dflash_serve.doctor.examiner import examine
 
-    with _progress(quiet=quiet) as advance:
+    with shown(quiet=quiet):
         report = examine(
             described,
             asked,
@@ -87,36 +82,12 @@ def doctor(
             observed=observed,
             max_tokens=max_tokens,
             resume=resume,
-            advance=advance,
         )
     if as_json:
         typer.echo(output.read_text(encoding="utf-8"), nl=False)
     else:
         _show(report, None if quiet else output)
     raise typer.Exit(report.verdict.exit_code)
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    console = Console(stderr=True, quiet=quiet)
-    with console.status("starting") as status:
-        began, done, told = dict[int, float](), Counter[int](), 0.0
-
-        def advance(name: str, count: int) -> None:
-            nonlocal told
-            now = time.monotonic()
-            began.setdefault(count, now)
-            line = name if count == 1 else f"{name} ({done[count] + 1} of {count})"
-            if count > 1 and done[count]:
-                left = (now - began[count]) / done[count] * (count - done[count])
-                line += f", about {left:.0f} s left"
-            done[count] += 1
-            status.update(line)
-            if not console.is_terminal and now - told >= LINE_SECONDS:
-                told = now
-                console.print(line)
-
-        yield advance
 
 
 def _show(report: SuspectReport | PairReport, output: Path | None) -> None:

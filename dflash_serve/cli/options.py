@@ -134,6 +134,12 @@ def names_target(path: Path | None, target: str | None) -> bool:
     return path is not None or target is not None or any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ)
 
 
+def names_pair(path: Path | None, target: str | None, drafter: str | None) -> bool:
+    """A file, a flag or the environment names a target or a drafter."""
+    variables = any(name.startswith(f"{ENV_PREFIX}DRAFTER") for name in os.environ)
+    return names_target(path, target) or drafter is not None or variables
+
+
 def require_target(verb: str, path: Path | None, target: str | None) -> None:
     """Asks for anything that names a target: a file, a flag, or the environment.
 

@@ -15,6 +15,7 @@ from dflash_serve.adapter.registry import server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.extras import need
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import overlay
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def plan(
         require_free(output)
     settings = options.settings_of(PlanSettings, context.params)
     flags = overlay(options.deployment_flags(context.params), settings.flags())
-    answer = make_plan(
-        settings.question(name_drafter(options.load_described(deployment, flags, quiet=quiet), chosen, quiet=quiet))
-    )
+    described = options.load_described(deployment, flags, quiet=quiet)
+    with shown(quiet=quiet), doing("planning"):
+        answer = make_plan(settings.question(name_drafter(described, chosen, quiet=quiet)))
     require_writable(output)
     files = write_plan(answer, output)
     if as_json:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +19,7 @@ from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
 from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
+from dflash_serve.common.files import remove_temporary, temporary_folder
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import missing_program, require_program
 from dflash_serve.deployment.description import Deployment
@@ -46,9 +44,9 @@ DryRun = Annotated[
     ),
 ]
 INDENT = "  "
-PREFIX, LOCK = "dflash-serve-", "lock"
 WITHOUT_DRAFTER = "no drafter is named: it serves without speculation; --drafter auto takes the best one that is known"
 DRAFTER_UNUSED = "speculation.width is off: it serves without speculation, and does not use the drafter"
+BUNDLED_PAIR = "nothing is named: it serves the bundled pair, --target smollm2 --drafter smollm2"
 DryJson = Annotated[bool, typer.Option("--json", help="With --dry-run: all of it as JSON.")]
 ShowFiles = Annotated[bool, typer.Option("--show-files", help="With --dry-run: what would stand in the files, too.")]
 
@@ -83,7 +81,12 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
-    options.require_target("serve", deployment, target)
+    if backend_name == EMBEDDED and not options.names_pair(deployment, target, drafter):
+        context.params |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
+        if not quiet:
+            print(remark(BUNDLED_PAIR, log_format or "text"), file=sys.stderr)
+    else:
+        options.require_target("serve", deployment, target)
     if backend_name != EMBEDDED:
         do = f"leave it out, or serve with --backend {EMBEDDED}"
         options.refuse_ignored(context, OWN, "only the embedded engine's server has it", do)
@@ -105,12 +108,16 @@ def serve(
         shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
         shown = replace(shown, given=layers.given)
         return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
-    raise_problems(launch.problems, hint=HINT)
+    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
     require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
     folder = prepared(launch, folder)
-    if not quiet:
-        tell_choices(launch)
-    become(launch.command(folder, host=host, port=port), backend.name)
+    try:
+        if not quiet:
+            tell_choices(launch)
+        become(launch.command(folder, host=host, port=port), backend.name)
+    except (UserError, KeyboardInterrupt):  # an embedded server that has started removes it itself
+        remove_temporary(folder)
+        raise
 
 
 def prepared(launch: Launch, folder: Path | None) -> Path:
@@ -122,30 +129,14 @@ def prepared(launch: Launch, folder: Path | None) -> Path:
     try:
         folder = folder or temporary_folder()
         launch.prepare(folder)
-    except OSError as error:
+    except BaseException as error:
+        if folder is not None:
+            remove_temporary(folder)
+        if not isinstance(error, OSError):
+            raise
         do = "free some space, or name another --folder"
         where = str(folder or tempfile.gettempdir())
         raise UserError(f"cannot be written ({error.strerror})", where=where, do=do) from None
-    return folder
-
-
-def temporary_folder() -> Path:
-    """A new folder in the temporary one, where those that earlier servers of this user left are removed.
-
-    A folder is in use as long as its file `lock` is locked: by this process, and by the server that it becomes.
-    """
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # one in use, or gone meanwhile
-            if lock.lstat().st_uid == os.getuid():  # asked first: what another user put there is not opened
-                with lock.open() as file:
-                    flock(file, LOCK_EX | LOCK_NB)
-                    shutil.rmtree(lock.parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    unlocked = folder / f"{LOCK}.new"  # It gets its name once it is locked: nobody can lock it before us
-    descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)  # never closed: the server inherits it
-    flock(descriptor, LOCK_EX)
-    os.set_inheritable(descriptor, True)
-    unlocked.rename(folder / LOCK)
     return folder
 
 
@@ -193,7 +184,7 @@ class ShownLaunch:
 
 def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
     """The launch as far as it can be shown."""
-    shown = ShownLaunch(backend, launch.deployment, folder, launch.problems)
+    shown = ShownLaunch(backend, launch.deployment, folder, [*launch.problems, *launch.problems_here])
     try:
         command = launch.command(folder, host=host, port=port)
         shown = replace(shown, command=command)

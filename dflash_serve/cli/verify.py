@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from dflash_serve.answers.prompts import read_prompt_set
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
 from dflash_serve.common.extras import need
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment
@@ -126,8 +125,13 @@ def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair,
     output, plan = settings.output, settings.plan(prompts, pair)
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
     with resumable(output, belongs_to, "finished answers", resume=settings.resume) as store:
-        with _progress(quiet=quiet) as progress:
-            findings = Verification(plan, prompts, pair, store, progress).run()
+        with shown(quiet=quiet), doing("verifying", plan.expected_answers) as work:
+
+            def told(what: str, count: int) -> None:
+                work.part = what
+                work.advance(count)
+
+            findings = Verification(plan, prompts, pair, store, told).run()
         report = report_of(plan, pair.descriptions, findings)
         write_json(output, report)
     console = Console(highlight=False, quiet=as_json, emoji=False)
@@ -137,15 +141,3 @@ def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair,
     elif not quiet:
         console.print(f"report: {output}", soft_wrap=True, markup=False)
     return EXIT_CODES[findings.verdict]
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Any]:
-    with Console(stderr=True, quiet=quiet).status("verifying") as status:
-        counts = Counter[str]()
-
-        def told(what: str, count: int) -> None:
-            counts[what] += count
-            status.update(f"{what}: {counts[what]} answers")
-
-        yield told

@@ -6,9 +6,11 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 
 from dflash_serve.errors import UserError
@@ -136,3 +138,32 @@ def require_file(path: Path) -> None:
 
 def _scratch(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+
+
+PREFIX, LOCK = "dflash-serve-", "lock"
+
+
+def temporary_folder() -> Path:
+    """A new folder in the temporary one, where those that earlier servers of this user left are removed.
+
+    A folder is in use as long as its file `lock` is locked: by this process, and by the server that it becomes.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError):  # one in use, or gone meanwhile
+            if lock.lstat().st_uid == os.getuid():  # asked first: what another user put there is not opened
+                with lock.open() as file:
+                    flock(file, LOCK_EX | LOCK_NB)
+                    shutil.rmtree(lock.parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    unlocked = folder / f"{LOCK}.new"  # It gets its name once it is locked: nobody can lock it before us
+    descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)  # never closed: the server inherits it
+    flock(descriptor, LOCK_EX)
+    os.set_inheritable(descriptor, True)
+    unlocked.rename(folder / LOCK)
+    return folder
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes a folder that `temporary_folder` has made; any other folder stays."""
+    if folder.name.startswith(PREFIX) and (folder / LOCK).exists():
+        shutil.rmtree(folder, ignore_errors=True)

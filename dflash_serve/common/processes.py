@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_serve.common.http import page_status
+from dflash_serve.common.progress import doing
 from dflash_serve.errors import UserError
 
 PATIENCE_SECONDS = 3600.0  # Time until a server must be ready; large models take long to load and compile
@@ -35,7 +36,8 @@ def running(argv: Sequence[str], log: Path, *, env: Mapping[str, str], ready: st
     """
     process = _start(argv, log, env)
     try:
-        _wait(process, ready, log, patience)
+        with doing(f"starting the server whose log is {log}"):
+            _wait(process, ready, log, patience)
         yield
     finally:
         _stop(process)

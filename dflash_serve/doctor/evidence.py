@@ -21,7 +21,7 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Protocol, runtime_checkable
@@ -29,6 +29,7 @@ from typing import Protocol, runtime_checkable
 from dflash_serve.adapter.protocol import InProcessBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
+from dflash_serve.common.progress import doing
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -175,14 +176,12 @@ def interview(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     most: int,
-    advance: Callable[[], None] = lambda: None,
 ) -> Interview:
     """Asks a server every prompt.
 
     Args:
         params: greedy.
         most: most slots that a step of its deployment verifies.
-        advance: called after each answer.
 
     Raises:
         UserError: no such server, one without acceptance figures, or one that does not report its changing widths.
@@ -191,10 +190,11 @@ def interview(
     # Finds how it tells tokens, and so may take several requests: one token needs no verification, which would count.
     endpoint.complete(prompts[0], params.model_copy(update={"max_tokens": 1}))
     answers, readings = list[Reply](), [endpoint.metrics.read()]
-    for prompt in prompts:
-        answers.append(endpoint.complete(prompt, params))
-        readings.append(endpoint.metrics.read())
-        advance()
+    with doing("asking the server", len(prompts)) as work:
+        for prompt in prompts:
+            answers.append(endpoint.complete(prompt, params))
+            readings.append(endpoint.metrics.read())
+            work.advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
     whole = total(each)
     width, steps = widths_of(each, most, endpoint.base)

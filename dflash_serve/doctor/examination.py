@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from dflash_serve.common.progress import doing
 from dflash_serve.common.settings import Frozen
 from dflash_serve.common.store import Store
 from dflash_serve.doctor.diagnosis import (
@@ -140,15 +141,10 @@ class PairReport(ExaminationReport):
 
 @dataclass
 class Examination:
-    """Runs probes through a reference and keeps each as it is finished.
-
-    Args:
-        show: called with the name of the probe that is about to run, and how many there are in all.
-    """
+    """Runs probes through a reference and keeps each as it is finished."""
 
     reference: Reference
     store: Store
-    show: Callable[[str, int], None] = lambda name, count: None
 
     def hypotheses(self) -> list[Hypothesis]:
         """Healthy, and every fault of a server, with their predictions."""
@@ -193,16 +189,17 @@ class Examination:
     def _predict(self, faults: Sequence[Fault]) -> list[Hypothesis]:
         """Predictions of the sound reference, then of each fault; those in the store are not made again."""
         predicted = list[Hypothesis]()
-        for fault in (Fault(HEALTHY, HEALTHY, "as in our own loop"), *faults):
-            name = "as it is" if fault.cause == HEALTHY else fault.name
-            self.show(name, len(faults) + 1)
-            kept = self.store.get(name)
-            if kept is None:
-                found = self.reference.predict(None if fault.cause == HEALTHY else fault.name)
-                kept = {"counts": [one.to_dict() for one in found.counts], "answers": list(found.answers)}
-                self.store.put(name, kept)
-            counts = tuple(map(AcceptanceStatistics.from_dict, kept["counts"]))
-            if not predicted and not total(counts).verifications:
-                raise UserError("nothing is drafted: every answer ends at once", where="prompts", do="give others")
-            predicted.append(Hypothesis(fault, counts, tuple(kept["answers"])))
+        with doing("predicting acceptance", len(faults) + 1) as work:
+            for fault in (Fault(HEALTHY, HEALTHY, "as in our own loop"), *faults):
+                work.part = name = "as it is" if fault.cause == HEALTHY else fault.name
+                kept = self.store.get(name)
+                if kept is None:
+                    found = self.reference.predict(None if fault.cause == HEALTHY else fault.name)
+                    kept = {"counts": [one.to_dict() for one in found.counts], "answers": list(found.answers)}
+                    self.store.put(name, kept)
+                counts = tuple(map(AcceptanceStatistics.from_dict, kept["counts"]))
+                if not predicted and not total(counts).verifications:
+                    raise UserError("nothing is drafted: every answer ends at once", where="prompts", do="give others")
+                predicted.append(Hypothesis(fault, counts, tuple(kept["answers"])))
+                work.advance()
         return predicted

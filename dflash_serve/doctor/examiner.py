@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dflash_serve.answers.prompts import context_needed, prompts_digest, with_va
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.progress import doing
 from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import resumable
 from dflash_serve.deployment.description import Deployment, KVCacheSettings, Limits, Parallel, Serving
@@ -31,8 +32,6 @@ from dflash_serve.doctor.examination import Examination, PairReport
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.speculation.params import SamplingParams
 
-Progress = Callable[[str, int], None]
-"""Called with the name of what is about to run, and how many of its kind there are."""
 SERVER_ONLY: Mapping[str, Mapping[str, Any]] = {
     "parallel": Parallel().model_dump(),
     "serving": Serving().model_dump(),
@@ -52,7 +51,6 @@ def examine(
     observed: float | None = None,
     max_tokens: int = 64,
     resume: bool = False,
-    advance: Progress = lambda name, count: None,
 ) -> SuspectReport | PairReport:
     """Explains the acceptance of a deployment's server, or looks for better settings of its drafter's checkpoint.
 
@@ -64,31 +62,30 @@ def examine(
         observed: acceptance length of a server that cannot be asked.
         max_tokens: length of the longest answer.
         resume: go on with an interrupted examination.
-        advance: reports progress.
 
     Raises:
         UserError: a setting that the reference cannot honour, or a server that cannot be asked.
     """
     reference, left_out = reference_deployment(deployment, prompts, max_tokens)
     backend = _diagnosable()
-    raise_problems(backend.launch(reference).problems)  # before a server is asked for minutes
+    with doing("checking the deployment"):
+        raise_problems(backend.launch(reference).problems)  # before a server is asked for minutes
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
     told: Interview | None = None
     if endpoint is not None:
-        told = interview(endpoint, prompts, params, most, lambda: advance("asking the server", len(prompts)))
+        told = interview(endpoint, prompts, params, most)
     width, steps = (told.width, told.steps) if told else (most, None)
     reference = _at_width(reference, width, told)
-    advance("loading target and drafter", 1)
     engine = backend.engine(reference)
     made_by = _made_by(reference, prompts, max_tokens, engine, steps)
     sound = backend.reference(engine, reference, prompts, params, width, steps)
 
     def first_difference() -> object | None:
-        advance("comparing tensors with transformers", 1)
-        return backend.first_difference(engine, reference, prompts[0])
+        with doing("comparing tensors with transformers"):
+            return backend.first_difference(engine, reference, prompts[0])
 
     with resumable(output, made_by, "finished probes", resume=resume) as store:
-        examination = Examination(sound, store, advance)
+        examination = Examination(sound, store)
         report: SuspectReport | PairReport
         if told is not None:
             observation = replace(told.observation, errors=sound.order_errors())

@@ -53,7 +53,11 @@ def span_entries(spans: Sequence[Span], device: torch.device | None = None) -> T
 
 
 class KVCache:
-    """Keys and values [layers, entries, kv_heads, capacity, head_dim]. A CPU allocates on first write."""
+    """Keys and values [layers, entries, kv_heads, capacity, head_dim].
+
+    On a CPU they are not initialised, so that a page takes memory when it is first written; nothing there reads a row
+    that was not written. On a GPU padded passes read such rows, so they are zero.
+    """
 
     def __init__(
         self,
@@ -67,8 +71,9 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layers, entries, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        made = torch.empty if torch.device(device).type == "cpu" else torch.zeros
+        self.keys = made(shape, dtype=dtype, device=device)
+        self.values = made(shape, dtype=dtype, device=device)
         self.entries, self.capacity = entries, capacity
 
     @classmethod

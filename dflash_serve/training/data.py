@@ -25,6 +25,7 @@ from dflash_serve.answers.prompts import HUMAN_EVAL, hub_prompts, human_eval_pro
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.progress import doing
 from dflash_serve.common.store import digest
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -153,17 +154,20 @@ def make_data(
     # As if all had been made without a pause; prompts that the target makes up take their part of the minutes.
     began = time.monotonic() - (manifest.seconds if manifest else 0.0)
     with processes.first_ahead():
-        prompts = gather_prompts(recipe, engine, folder, excluded, report)
+        prompts = gather_prompts(recipe, engine, folder, excluded)
     if manifest is None:
         counts = {"prompts": len(prompts), "excluded": excluded.found}
         manifest = DataManifest(recipe_sha256=wanted, target=recipe.target.model, **counts)
     writer = _Writer(folder, manifest, recipe.data.answers.shard_size, processes.rank, began)
     deadline = inf if minutes is None else began + minutes * 60
     mine = range(processes.rank, len(prompts), processes.count)
-    requests = _requests(recipe, prompts, [index for index in mine if index not in writer.done], deadline)
-    for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
-        if writer.add(completion):
-            report("answers", writer.save(finished=False))
+    missing = [index for index in mine if index not in writer.done]
+    requests = _requests(recipe, prompts, missing, deadline)
+    with doing("answering prompts", len(prompts[processes.rank :: processes.count]), len(writer.done)) as work:
+        for completion in ask(engine, requests, recipe.data.answers.max_batch_size):
+            work.advance()
+            if writer.add(completion):
+                report("answers", writer.save(finished=False))
     # A dropped answer is asked for again when an unfinished run goes on.
     writer.save(finished=time.monotonic() <= deadline)
     processes.wait()
@@ -174,7 +178,7 @@ def make_data(
 
 
 def gather_prompts(
-    recipe: TrainingRecipe, engine: Engine | AnswerServer, folder: Path, excluded: Excluded, report: Report
+    recipe: TrainingRecipe, engine: Engine | AnswerServer, folder: Path, excluded: Excluded
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     texts: dict[str, None] = {}
@@ -183,7 +187,7 @@ def gather_prompts(
         if not path.exists():
             if isinstance(source, SynthesisedPrompts):
                 seeds = (recipe.seed, number)
-                found = _synthesised(source, engine, recipe.data.answers.max_batch_size, seeds, report)
+                found = _synthesised(source, engine, recipe.data.answers.max_batch_size, seeds)
             else:
                 found = written_prompts(source)
             write_whole(path, "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in found))
@@ -208,7 +212,7 @@ def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
 
 
 def _synthesised(
-    source: SynthesisedPrompts, engine: Engine | AnswerServer, at_once: int, seeds: tuple[int, int], report: Report
+    source: SynthesisedPrompts, engine: Engine | AnswerServer, at_once: int, seeds: tuple[int, int]
 ) -> list[str]:
     """Samples user turns; drops those that are cut at the limit, say nothing or repeat another."""
     starts, stop_ids = _user_turns(engine.tokenizer, source.openers)
@@ -227,13 +231,14 @@ def _synthesised(
             )
             yield AnswerRequest(index, starts[index % len(starts)], params)
 
-    for completion in ask(engine, requests(), at_once):
-        said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
-        text = engine.tokenizer.decode(said, skip_special_tokens=True).strip()
-        opener = source.openers[completion.request.index % len(starts)].strip()
-        if completion.ended and len(text) > len(opener) + 3:
-            kept.setdefault(text)
-            report(f"prompts {source.name}", len(kept))
+    with doing(f"making up prompts, {source.name}", source.count) as work:
+        for completion in ask(engine, requests(), at_once):
+            said = [*completion.request.prompt, *completion.tokens[:-1]][skip:]
+            text = engine.tokenizer.decode(said, skip_special_tokens=True).strip()
+            opener = source.openers[completion.request.index % len(starts)].strip()
+            if completion.ended and len(text) > len(opener) + 3:
+                kept.setdefault(text)
+                work.done = len(kept)
     return list(kept)[: source.count]
 
 

@@ -8,13 +8,12 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, TransformerConfig, uniform_target_layer_ids
@@ -23,6 +22,7 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_folder, target_folder
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.common.progress import Work, doing, shown
 from dflash_serve.common.provenance import argv, commit, now, processor, versions
 from dflash_serve.common.settings import describe
 from dflash_serve.common.store import digest
@@ -93,13 +93,14 @@ def run(
     check_recipe(recipe, folder)
     with joined_processes(torch.device(device)) as (processes, own):
         console = Console(stderr=True, quiet=quiet or not processes.first, markup=False, emoji=False)
-        manifest = make_data(
-            recipe,
-            lambda: answer_engine(recipe, own.type),
-            output / "data",
-            lambda what, count: console.print(f"{what}: {count}"),
-            processes,
-        )
+        with shown(quiet=console.quiet, console=console):
+            manifest = make_data(
+                recipe,
+                lambda: answer_engine(recipe, own.type),
+                output / "data",
+                lambda what, count: console.print(f"{what}: {count}"),
+                processes,
+            )
         answers, tokens, answer_tokens = totals(manifest.shards)
         console.print(f"data: {answers} answers, {tokens} tokens, {answer_tokens} of them answered")
         if data_only:
@@ -144,10 +145,10 @@ def train(trainer: Trainer, console: Console, *, resume: bool, finished: bool) -
             raise UserError(what, where=str(trainer.output), do="give another --output")
         console.print(f"the checkpoint was made with other settings ({other}); training starts anew")
     log = trainer.output / "log.jsonl" if trainer.processes.first else Path(os.devnull)
-    display = Display(log, trainer.recipe.training.log_every, console, since=trainer.progress.seconds)
-    # Without a terminal nothing is started: a bar that is not shown would end with an empty line.
-    with display.bar if console.is_terminal else nullcontext(), _until_stopped(trainer, console):
-        trainer.run(display)
+    every, since = trainer.recipe.training.log_every, trainer.progress.seconds
+    told = shown(quiet=console.quiet, console=console), doing("training", of=1.0, before=trainer.fraction)
+    with told[0], told[1] as work, _until_stopped(trainer, console):
+        trainer.run(Display(log, every, console, work, since=since))
     return trainer.fraction >= 1
 
 
@@ -360,19 +361,17 @@ def time_left(first: Tick, last: Tick) -> str:
 
 
 class Display:
-    """A progress bar, and a log of one JSON object a line.
+    """The training's progress, and a log of one JSON object a line.
 
     Called with every step's `Tick`; shows and logs the mean of the last `every` steps.
 
     Args:
+        work: the training, whose share that is done follows the ticks.
         since: seconds of training before the first tick.
     """
 
-    def __init__(self, log: Path, every: int, console: Console, *, since: float) -> None:
-        self.log, self.every, self.console = log, every, console
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=console)
-        self.task = self.bar.add_task("training", total=1.0)
+    def __init__(self, log: Path, every: int, console: Console, work: Work, *, since: float) -> None:
+        self.log, self.every, self.console, self.work = log, every, console, work
         self.pending: list[Tick] = []
         self.since = since
         self.first: Tick | None = None
@@ -382,7 +381,7 @@ class Display:
         self.first = self.first or tick
         if tick.step - self.first.step == TIMED_STEPS:
             self.console.print(time_left(self.first, tick))
-        self.bar.update(self.task, completed=min(1.0, tick.progress))
+        self.work.done = min(1.0, tick.progress)
         if tick.step % self.every == 0 or tick.scores is not None:
             self._report(tick)
 
@@ -414,4 +413,4 @@ class Display:
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         line = f"step {row['step']}  loss {row['loss']}  simulated tau {row['simulated_tau']}"
-        self.bar.update(self.task, description=f"{line}  {row['context_tokens_per_second']} tok/s")
+        self.work.part = f"{line}  {row['context_tokens_per_second']} tokens/s"

@@ -16,6 +16,7 @@ from dflash_serve.checkpoint.files import MANIFEST, file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import sha256, write_whole
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 
@@ -95,8 +96,6 @@ def _list_steps(recipe: BuildRecipe, file: Path, as_json: bool, console: Console
 
 
 def _build(recipe: BuildRecipe, folder: Path, console: Console) -> None:
-    from rich.text import Text
-
     steps = make_steps(recipe)
     # Checked first: the steps before the one that needs a tool can take hours.
     absent = {tool: step.name for step in steps for tool, found in step.tool_versions().items() if found == "absent"}
@@ -104,18 +103,21 @@ def _build(recipe: BuildRecipe, folder: Path, console: Console) -> None:
         what = ", ".join(f"{tool} (step {name})" for tool, name in sorted(absent.items()))
         do = "pip install torch==2.13.0 && pip install 'dflash-serve[engines]'"
         raise UserError(f"not installed: {what}", where="build", do=do)
-    sources, status = find_sources(recipe), console.status("")
-
-    def show_progress(step: Step, line: str) -> None:
-        status.update(Text(f"{step.name}: {line}" if line else step.name))  # a `str` is read as markup
+    sources = find_sources(recipe)
 
     def show_done(done: Done) -> None:
         size = sum(entry.size for entry in done.manifest.files.values()) / 2**20
         state = f"{done.manifest.seconds:.1f} s" if done.state == "built" else done.state
         said = "; ".join([f"{state}, {size:.1f} MiB", *_findings(done.manifest.measured)])
-        console.print(f"{done.step.name:<20} {said}", highlight=False)
+        if not console.quiet:
+            typer.echo(f"{done.step.name:<20} {said}")
+        work.advance()
 
-    with status:
+    with shown(quiet=console.quiet), doing("building", len(steps)) as work:
+
+        def show_progress(step: Step, line: str) -> None:
+            work.part = f"{step.name}: {line}" if line else step.name
+
         finished = run(steps, sources, folder, on_progress=show_progress, on_done=show_done)
     for path in write_deployments(recipe, sources, folder):
         console.print(f"to serve it: {path}")

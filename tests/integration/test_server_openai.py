@@ -37,6 +37,15 @@ def streamed(chunks: Any) -> dict[int, str]:
     return texts
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/chat/completions"])
+def test_a_path_that_is_not_served_is_a_404_that_names_those_that_are(served: Running, path: str) -> None:
+    answer = httpx.post(f"{served.url}{path}", json={"model": MODEL})
+    assert answer.status_code == 404
+    told = answer.json()["error"]["message"]
+    assert told.startswith(f"{path} is not served; these are: /v1/models, ")
+    assert "/v1/chat/completions, /v1/completions" in told
+
+
 def test_the_model_is_listed_and_another_is_a_404(client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from dflash_serve.checkpoint import source
 from dflash_serve.cli.serve import prepared
 from dflash_serve.common import extras
+from dflash_serve.common.files import temporary_folder
 from dflash_serve.common.processes import free_port
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
@@ -159,6 +162,7 @@ REFUSALS = {
     ("--drain-seconds", "-3"): ("drain_seconds",),
     ("--api-key-file", "{keys}"): ("has no key",),
     (): ("nothing to serve",),
+    ("DFLASH_SERVE_HARDWARE__GPU=b200",): ("b200 is asked for, but this machine has no NVIDIA driver", "hardware.gpu"),
 }
 
 
@@ -170,11 +174,43 @@ def test_what_cannot_be_served_is_one_line(
     (tmp_path / "keys").write_text("# none\n")
     given = [flag.format(taken=served.url.rsplit(":", 1)[1], keys=tmp_path / "keys") for flag in flags]
     argv = command(tiny_folders, "--quiet", *given)
-    argv = argv if flags else argv[: argv.index("serve") + 1]
-    done = subprocess.run(argv, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
+    variables = dict(one.split("=") for one in given if one.startswith("DFLASH_SERVE_"))
+    argv = [one for one in argv if one.partition("=")[0] not in variables]
+    argv = argv if flags else [*argv[: argv.index("serve") + 1], "--drafter", "smollm2"]
+    done = subprocess.run(argv, env=environment(tmp_path) | variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert all(words in line for words in REFUSALS[flags])
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_a_server_keeps_no_temporary_folder(temporary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read at the start; so it is gone after Ctrl-C, and after a kill, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = temporary_folder() if temporary else tmp_path / "dflash-serve-mine"
+    folder.mkdir(exist_ok=True)
+    (folder / "deployment.json").write_text('{"target": {"model": "a"}}')
+    monkeypatch.setattr(sys, "argv", ["server", str(folder / "deployment.json")])
+    monkeypatch.setattr(server_process, "serve", lambda deployment, *_: 0 if deployment.target.model == "a" else 1)
+    monkeypatch.setenv("DFLASH_SERVE_HTTP_PORT", "0")
+    with pytest.raises(SystemExit) as ended:
+        server_process.main()
+    assert (ended.value.code, folder.exists()) == (0, not temporary)
+
+
+def test_a_gpu_that_pytorch_does_not_see_is_told_before_the_port_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deployment.json").write_text('{"target": {"model": "a"}, "hardware": {"gpu": "b200"}}')
+    monkeypatch.setattr(sys, "argv", ["server", str(tmp_path / "deployment.json")])
+    monkeypatch.setattr(server_process, "bind", lambda *_: pytest.fail("the port was opened"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        server_process.main()
+    told = "dflash-serve: hardware.gpu: b200 is asked for, but PyTorch sees no GPU; serve it there, or give none to use"
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(told)
 
 
 def test_ctrl_c_before_it_serves_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from dflash_serve.common.extras import need
+from dflash_serve.common.files import remove_temporary
 from dflash_serve.common.http import read_keys
 from dflash_serve.common.json_log import JsonFormatter, make_stderr_unfailing
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError, first_line
 
 from ..facts import SETTINGS_PREFIX
-from ..launch import choose_waiting, readable, with_operators
+from ..launch import choose_waiting, readable, require_gpu, with_operators
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -43,8 +45,12 @@ def main() -> None:
     make_stderr_unfailing()
     try:
         deployment = Deployment.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        remove_temporary(Path(sys.argv[1]).parent)
         settings = _settings()
         keys = read_keys(str(settings.api_key_file)) if settings.api_key_file else []
+        need("serve", *ENGINE, *SERVER)
+        choose_waiting()  # before torch is there
+        require_gpu(deployment)  # before a client can connect
         listener = bind(settings.host, settings.port)
         code = serve(deployment, settings, keys, listener)
     except UserError as error:
@@ -85,23 +91,22 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     """Serves until a signal or a broken engine; returns the exit code.
 
     Raises:
-        UserError: the deployment does not run here, or the extra [serve] is not installed.
+        UserError: the deployment does not run here.
     """
-    need("serve", *ENGINE, *SERVER)
-    choose_waiting()  # before torch is there
-    from .app import server_of  # these import torch, after the settings are checked
-    from .routes import RequestHandler
-    from .worker import EngineWorker
-
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     model = settings.served_model_name or deployment.target.model
+    log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
+    with shown(log=log.info), doing("loading PyTorch"):
+        from .app import server_of
+        from .routes import RequestHandler
+        from .worker import EngineWorker
+
     deployment = with_operators(deployment, settings.operators)
     worker = EngineWorker(lambda: _start(deployment), model, max_queued=deployment.limits.max_queued_requests)
     server = server_of(RequestHandler(settings, worker), keys)
-    log.info("loading %s; requests are answered with 503 until a line says that it is ready", model)
     server.run(sockets=[listener])
     return _exit_code(server, worker)
 

@@ -17,6 +17,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from sse_starlette.sse import AppStatus
 from starlette.exceptions import HTTPException
@@ -295,7 +296,7 @@ def server_of(handler: RequestHandler, keys: Sequence[str]) -> DrainingServer:
     return DrainingServer(config, handler)
 
 
-async def _error_response(_: Request, error: Exception) -> Response:  # in OpenAI's shape
+async def _error_response(request: Request, error: Exception) -> Response:  # in OpenAI's shape
     if isinstance(error.__cause__, ApiError):  # of the body's JSON, wrapped by FastAPI
         error = error.__cause__
     if isinstance(error, ApiError):
@@ -308,7 +309,11 @@ async def _error_response(_: Request, error: Exception) -> Response:  # in OpenA
         why = first_line(error.__cause__) if isinstance(error.__cause__, ValueError) else "it is nested too deeply"
         return _response(ApiError(400, f"the body is no JSON that can be read: {why}", code="invalid_json"))
     if isinstance(error, HTTPException):
-        response = _response(ApiError(error.status_code, str(error.detail)))
+        told = str(error.detail)
+        if error.status_code == 404:
+            there = dict.fromkeys(route.path for route in request.app.routes if isinstance(route, APIRoute))
+            told = f"{request.url.path} is not served; these are: {', '.join(there)}"
+        response = _response(ApiError(error.status_code, told))
         response.headers.update(error.headers or {})
         return response
     return _response(ApiError(500, "an internal error; the server's log says more"))

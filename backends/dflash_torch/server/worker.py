@@ -6,6 +6,7 @@ The figures have the names of `facts`. A figure that is not known yet is left ou
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from dflash_serve.adapter.counters import COUNTERS, slot_counts
 from dflash_serve.answers.engine import Chunk
+from dflash_serve.common.progress import shown
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -28,6 +30,7 @@ from ..engine import EmbeddedEngine, EngineLoop
 from ..request import Request
 from .api import ApiError
 
+log = logging.getLogger(__name__)
 STEP_FAILED = "the step that held this request failed; the server goes on, send it again"
 # After this many failed steps in a row the engine is broken: only a new process helps.
 MAX_FAILED_STEPS = 8
@@ -282,8 +285,9 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            engine = self._start()
-            engine.warm_up()
+            with shown(log=log.info):
+                engine = self._start()
+                engine.warm_up()
         except BaseException as error:  # the server reports it and ends
             self.fatal, self.state = error, "broken"
             return

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from dflash_serve.common.files import cache_home
+from dflash_serve.common.progress import doing
 from dflash_serve.common.provenance import processor
 
 log = logging.getLogger(__name__)
@@ -95,11 +96,13 @@ def _key(compiler: str) -> str:
 def _build(compiler: str, path: Path) -> None:
     # Renamed when complete, so that a process that starts at the same time never loads an incomplete library.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    told = doing("compiling kernels for this CPU, once", len(SOURCES))
+    with told as work, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         compiled, library = [], Path(scratch) / "kernels.so"
         for name, flags in SOURCES.items():
             compiled.append(str(Path(scratch) / name) + ".o")
             _output(compiler, *COMPILE, *flags, *_added_flags(), str(_source(name)), "-o", compiled[-1])
+            work.advance()
         _output(compiler, "-shared", *compiled, "-o", str(library))
         library.replace(path)
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
-from dflash_serve.cli.serve import temporary_folder
+from dflash_serve.common.files import temporary_folder
 from dflash_serve.errors import UserError
 from dflash_torch import launch
 from tests.support.tiny_target import write_tiny_pair
@@ -202,24 +202,68 @@ def test_the_embedded_engine_takes_as_many_requests_as_memory_holds(
     pair: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, became: dict[str, Any]
 ) -> None:
     told = {}
-    for free in (10**12, 2 * 10**6):
+    for free in (10**12, 6 * 10**6):
         monkeypatch.setattr(launch, "free_bytes", lambda free=free: free)
         report = json.loads(dry_run(*pair, "--json"))
         told[free] = next(one for one in report["chosen"] if one["key"] == "limits.max_batch_size")
     assert told[10**12]["value"] == "32"
-    assert 1 <= int(told[2 * 10**6]["value"]) < 32
-    assert "fits into the free memory" in told[10**12]["why"]
+    assert 1 < int(told[6 * 10**6]["value"]) < 32
+    assert "fits into a quarter of the CPU's free memory" in told[10**12]["why"]
+    assert "weights and K/V take up to 0.0 GiB of the 931.3 GiB that are free" in told[10**12]["why"]
     assert "at the start" in told[10**12]["why"], "it is decided again, on the machine and by the process that serve"
     result = CliRunner().invoke(app, ["serve", *pair, "--folder", str(tmp_path / "served")])
     assert isinstance(result.exception, Became)
-    assert f"limits.max_batch_size = {told[2 * 10**6]['value']}" in result.stderr, "the command says it, too"
+    assert f"limits.max_batch_size = {told[6 * 10**6]['value']}" in result.stderr, "the command says it, too"
     monkeypatch.setattr(launch, "free_bytes", lambda: 1000)
     (note,) = json.loads(dry_run(*pair, "--json"))["notes"]
     assert note.startswith("on this machine, limits: weights and K/V need")
 
 
+def test_nothing_named_is_the_bundled_pair_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["serve", "--dry-run", "--json"])
+    assert result.exception is None, result.output
+    described = json.loads(result.stdout)["deployment"]
+    assert (described["target"]["model"], described["drafter"]["model"]) == ("smollm2", "smollm2")
+    assert "nothing is named: it serves the bundled pair" in result.stderr
+    for words in (["--backend", "sglang"], ["--drafter", "smollm2"]):
+        result = CliRunner().invoke(app, ["serve", "--dry-run", *words])
+        assert "nothing to serve" in str(result.exception), words
+    monkeypatch.setenv("DFLASH_SERVE_DRAFTER__MODEL", "smollm2")
+    assert "nothing to serve" in str(CliRunner().invoke(app, ["serve", "--dry-run"]).exception)
+
+
+def test_a_gpu_that_is_not_here_is_a_problem_of_serving_here_alone(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text(f"target: {{model: {folders[0]}}}\nhardware: {{gpu: b200}}\n")
+    for driver in (True, False):
+        monkeypatch.setattr(launch, "NVIDIA_DRIVER", tmp_path if driver else tmp_path / "none")
+        result = CliRunner().invoke(app, ["serve", str(file), "--dry-run"])
+        assert ("b200 is asked for, but this machine has no NVIDIA driver" in result.stdout) == (not driver)
+        assert result.exit_code == (0 if driver else 2)
+    assert "no NVIDIA driver" in str(serve(str(file)))
+    result = CliRunner().invoke(app, ["deploy", str(file), "--output", str(tmp_path / "manifests")])
+    assert "NVIDIA" not in f"{result.output} {result.exception}", "it is served elsewhere"
+
+
+def test_a_start_that_fails_leaves_no_folder_behind(
+    pair: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "execvpe", stopped)
+    serve(*pair)
+    monkeypatch.setattr(launch.EmbeddedLaunch, "prepare", stopped)
+    serve(*pair)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folders_of_servers_that_have_ended_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os; from dflash_serve.cli.serve import temporary_folder as f; print(f(), flush=True)"
+    code = "import os; from dflash_serve.common.files import temporary_folder as f; print(f(), flush=True)"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     become = "; os.execlp('sh', 'sh', '-c', 'read end')"
     (tmp_path / "dflash-serve-verify-1").mkdir()  # of another verb: its logs stay

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dflash_serve import SamplingParams
+from dflash_serve.models.kv_cache import KVCache
 from tests.support.embedded import PROMPTS, answers, tiny_engine
 from tests.support.tiny_target import write_tiny_pair
 
@@ -20,6 +22,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unwritten_rows_are_nan() -> Iterator[None]:
+    """A K/V cache on a CPU is not initialised: no test's answer may depend on a row that was not written."""
+    make = KVCache.__init__
+
+    def spoilt(self: KVCache, **shape: Any) -> None:
+        make(self, **shape)
+        if self.keys.device.type == "cpu":
+            self.keys.fill_(float("nan"))
+            self.values.fill_(float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "__init__", spoilt)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from dflash_torch.launch import (
     SPINS,
     Memory,
     choose_waiting,
+    free_bytes,
     memory_here,
     memory_problems,
     needed_bytes,
@@ -88,7 +89,7 @@ def test_what_does_not_fit_is_a_problem_where_that_is_known(
 
 @pytest.mark.parametrize(
     ("share", "on_gpu", "batch"),
-    [(None, False, 32), (100.0, False, 32), (3.0, False, 2), (0.0, False, 1), (200.0, True, 128), (70.0, True, 64)],
+    [(None, False, 32), (33.0, False, 32), (3.0, False, 2), (0.0, False, 1), (200.0, True, 128), (70.0, True, 64)],
 )
 def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
     folders: tuple[Path, Path],
@@ -99,15 +100,51 @@ def test_an_open_number_of_requests_is_a_power_of_two_that_fits(
     on_gpu: bool,
     batch: int,
 ) -> None:
-    """By the memory of the device that PyTorch chooses. `share`: in K/V caches of one request, beside weights."""
+    """By the memory of the device that PyTorch chooses. `share`: in K/V caches of one request, beside weights.
+
+    On a CPU a quarter of what the weights leave is enough for them.
+    """
     asked = deployment(folders[0], hardware={"gpu": None if on_gpu else "none"})
     one, two = (needed_bytes(asked, layout, None, on_gpu=on_gpu, batch=count) for count in (1, 2))
-    free = None if share is None else int((2 * one - two + share * (two - one)) / launch.USED_SHARE)
+    weights, request = 2 * one - two, two - one
+    if share is None:
+        free = None
+    elif on_gpu:
+        free = int((weights + share * request) / 0.8)
+    else:
+        free = weights + int(4 * share * request)
     monkeypatch.setattr(launch, "free_bytes", lambda: 10**4 if on_gpu else free)
     sees_gpu(monkeypatch, 10**4 if free is None or not on_gpu else free)
     assert backend.launch(asked).with_batch_size().limits.max_batch_size == batch
     given = deployment(folders[0], limits={"max_batch_size": 5})
     assert backend.launch(given).with_batch_size() is given
+
+
+V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+CONTAINERS = {
+    "v2": ("0::/pod/mine", "pod", "memory.max", "memory.current", "inactive_file"),
+    "v1": ("4:cpu,memory:/pod/mine", "memory/pod", *V1),
+    "v1, its own group is the root": ("4:memory:/host/pod", "memory", *V1),
+}
+
+
+@pytest.mark.parametrize("limit", ["2000000", "max", str(2**63 - 4096)])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, container: str, limit: str) -> None:
+    """Cached files count as free, as in the machine's own figure."""
+    line, group, *names = CONTAINERS[container]
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
+    folder = tmp_path / "cgroups" / group
+    folder.mkdir(parents=True)
+    texts = limit, "500000", f"{names[2]} 100000\nactive_file 7"
+    for name, text in zip((*names[:2], "memory.stat"), texts, strict=True):
+        (folder / name).write_text(text + "\n")
+    left = free_bytes(tmp_path, tmp_path / "cgroups")
+    assert left == (2_000_000 - 400_000 if limit == "2000000" else 5000 * 1024)
+    assert free_bytes(tmp_path, tmp_path / "no cgroups") == 5000 * 1024
+    assert free_bytes(tmp_path / "nowhere") is None
 
 
 def test_a_gpu_that_does_not_tell_its_memory_is_a_problem_that_names_the_key(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 
 from dflash_serve.answers.prompts import with_variables
-from dflash_serve.cli import doctor
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common import progress
 from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
@@ -240,15 +241,15 @@ def test_a_backend_that_cannot_be_given_faults_is_one_line(
     assert "backend torch: it cannot be given faults on purpose" in capsys.readouterr().err
 
 
-def test_progress_is_told_with_the_time_that_is_left_where_no_terminal_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_progress_is_told_where_no_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "LINE_SECONDS", 0.0)
-    for quiet in (True, False):
-        with doctor._progress(quiet=quiet) as advance:
-            advance("loading", 1)
-            for name in ("as it is", "another mask"):
-                advance(name, 40)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["loading", "as it is (1 of 40)"]
-    assert lines[2].startswith("another mask (2 of 40), about ")
+    for name in ("FIRST_SECONDS", "LINE_SECONDS", "TICK_SECONDS"):
+        monkeypatch.setattr(progress, name, 0.001)
+    lines = {}
+    for quiet in ((), ("--quiet",)):
+        call(monkeypatch, "doctor", *given(pair, tmp_path), *quiet)
+        lines[quiet] = capsys.readouterr().err
+    assert "loading the target, " in lines[()]
+    assert re.search(r"predicting acceptance \(\d+ of \d+ done\): .* so far, about .* left", lines[()])
+    assert "predicting" not in lines[("--quiet",)]

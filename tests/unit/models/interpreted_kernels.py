@@ -210,6 +210,7 @@ def padded_rows(operators: PlainOperators, config: Any) -> tuple[Tensor, ...] | 
     """cos, sin and padded attention of two requests with four rows each."""
     positions, table = torch.arange(4).expand(2, 4) + 3, torch.tensor([[1, 3], [0, 3]])
     cache = KVCache.of(config, 2, 32, torch.bfloat16)
+    cache.keys.zero_(), cache.values.zero_()  # the rows before these are read, too
     attend = operators.padded(cache, table[:, 0], positions, 32, config.layers, config.num_attention_heads)
     rotary = RotaryEmbedding(config.rope, config.head_dim, 64)
     return *rotary(positions.reshape(-1)), attend
