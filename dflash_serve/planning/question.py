@@ -23,7 +23,7 @@ from dflash_serve.adapter.checks import (
 from dflash_serve.adapter.launch import kv_bytes_each
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform_target_layer_ids
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.source import target_source
+from dflash_serve.checkpoint.source import target_described
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
 from dflash_serve.common.documents import read_json
@@ -230,7 +230,7 @@ def read_pair(deployment: Deployment) -> Pair:
     model = deployment.target
     folder = None if Path(model.model).is_dir() else shipped_configuration(model.model)
     if folder is None:
-        folder = target_configuration(model.model_copy(update={"model": str(target_source(model.model))}))
+        folder = target_configuration(model.model_copy(update={"model": str(target_described(model.model))}))
     layout = read_target_layout(folder, model)
     if layout.experts and not layout.experts_per_token:
         what = f"config.json names {layout.experts} experts, and not how many of them a token uses"

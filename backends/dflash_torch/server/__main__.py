@@ -24,7 +24,7 @@ from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError, first_line
 
-from ..facts import SETTINGS_PREFIX
+from ..facts import MODULES, SETTINGS_PREFIX
 from ..launch import choose_waiting, readable, with_operators
 from .settings import ServerSettings
 
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from .app import DrainingServer
     from .worker import EngineWorker
 
-log = logging.getLogger(__name__)
-ENGINE = ("torch", "transformers", "safetensors")
-SERVER = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
+log = logging.getLogger("dflash_torch.server")  # this module is run as `__main__`
 
 
 def main() -> None:
@@ -87,7 +85,7 @@ def serve(deployment: Deployment, settings: ServerSettings, keys: Sequence[str],
     Raises:
         UserError: the deployment does not run here, or the extra [serve] is not installed.
     """
-    need("serve", *ENGINE, *SERVER)
+    need("serve", *MODULES)
     choose_waiting()  # before torch is there
     from .app import server_of  # these import torch, after the settings are checked
     from .routes import RequestHandler
