@@ -10,6 +10,7 @@ def run() -> None:
     try:
         from dflash_serve.cli.main import run as run_verb
     except KeyboardInterrupt:
+        print("dflash-serve: interrupted", file=sys.stderr)
         sys.exit(130)
     run_verb()
 

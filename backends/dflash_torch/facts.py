@@ -33,6 +33,11 @@ PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens
 REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request_refused"
 
 SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"  # environment variables of `server.settings`
+MODULES = (
+    *("torch", "transformers", "safetensors"),
+    *("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance"),
+)
+"""Modules that the engine and its server import, which the extra `serve` brings."""
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
 
 HONOURED = {

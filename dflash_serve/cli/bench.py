@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VARIANTS = "off, fixed (the whole block), auto, numbers"
 Variants = Annotated[str, Option(help=f"Widths to serve with: {VARIANTS}.")]
 Variant = Annotated[list[str] | None, Option(help="Overlay of the deployment, NAME=FILE.yaml; once for each.")]
-Endpoint = Annotated[list[str] | None, Option(help="Running server, NAME=http://host:port; once for each.")]
+Endpoint = Annotated[list[str] | None, Option("--url", help="Running server, NAME=http://host:port; once for each.")]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
 DatasetName = Annotated[str, Option(help=f"Prompts: {DATASETS}")]
 Concurrency = Annotated[str, Option(help="Requests in flight to a server, a run for each number.")]

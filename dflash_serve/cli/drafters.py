@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,7 @@ from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
-from dflash_serve.checkpoint.source import PROVENANCE, target_source
+from dflash_serve.checkpoint.source import PROVENANCE, target_described
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.checkpoint.writer import write_drafter
@@ -38,6 +39,7 @@ FULL = (
     "head. This needs a drafter whose own head is a copy of rows of that head."
 )
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
+OWN_HEAD = "lm_head.weight"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Verdicts = Mapping[str, EngineVerdict]  # By backend
 LEAD = {
@@ -115,7 +117,6 @@ def inspect(
     quiet: options.Quiet = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
-    _need_torch()
     checkpoint = open_checkpoint(drafter, revision)
     # Reading gigabytes of weights takes a while, so a terminal says it.
     with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
@@ -126,8 +127,11 @@ def inspect(
             shape = _shape(target)
             problems += check_pairing(checkpoint.config, shape)
             notes += pairing_notes(checkpoint.config, shape)
-            notes += precision_notes(drafter, target, read_target_format(target_source(target)))
-            problems += _own_head_problems(checkpoint, target)
+            notes += precision_notes(drafter, target, read_target_format(target_described(target)))
+            if _has_own_head(checkpoint) and find_spec("torch") is None:
+                notes.append("its lm_head was not compared with the target's: that needs PyTorch (extra [torch])")
+            elif _has_own_head(checkpoint):
+                problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
             problems.append(error.problem())
     if as_json:
@@ -260,7 +264,7 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
 
 
 def _shape(target: str) -> TargetShape:
-    return replace(read_target_shape(target_source(target)), name=target)
+    return replace(read_target_shape(target_described(target)), name=target)
 
 
 def _conversion_note(config: DrafterConfig, to: To, target: str | None) -> str | None:
@@ -274,29 +278,32 @@ def _conversion_note(config: DrafterConfig, to: To, target: str | None) -> str |
     return "num_target_layers is not known and so not written; z-lab's own code asks for it: give --target"
 
 
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    header, config = checkpoint.headers.get(OWN_HEAD), checkpoint.config
+    return header is not None and config is not None and header.shape == (config.vocab_size, config.hidden_size)
+
+
 def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
     """A head over the whole vocabulary that a checkpoint brings as a copy of the target's, and is none.
 
     DeepSpec and speculators ship such copies; every engine leaves them out and drafts through the target's.
     """
-    header, config = checkpoint.headers.get("lm_head.weight"), checkpoint.config
-    if header is None or config is None or header.shape != (config.vocab_size, config.hidden_size):
-        return []
     import torch
     from safetensors import safe_open
 
     from dflash_serve.checkpoint.conversions import differing_rows
     from dflash_serve.models.loader import head_weight
 
-    with safe_open(header.file, framework="pt") as opened:
-        own, head = opened.get_tensor("lm_head.weight"), head_weight(target)
+    file = checkpoint.headers[OWN_HEAD].file
+    with safe_open(file, framework="pt") as opened:
+        own, head = opened.get_tensor(OWN_HEAD), head_weight(target)
     if own.shape != head.shape:
         return []  # the pairing says so
     differing = differing_rows(own, head, torch.arange(len(own)))
     if not differing:
         return []
     what = f"{differing} of {len(own)} rows of its lm_head are not the target's, through which every engine drafts"
-    return [Problem(what, str(header.file), "use the target it was trained for, or a drafter without a head")]
+    return [Problem(what, str(file), "use the target it was trained for, or a drafter without a head")]
 
 
 def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:

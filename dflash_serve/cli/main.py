@@ -76,12 +76,11 @@ class Verbs(TyperGroup):
 
 
 def _command(verb: str, module: str, function: str) -> Any:
-    from dflash_serve.cli import options
+    from dflash_serve.cli import grammar, options
 
     own = typer.Typer(add_completion=False, **SETTINGS)
-    own.command(verb, cls=options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb)(
-        getattr(import_module(module), function)
-    )
+    kind = options.TakesEngineArguments if verb in ENGINE_VERBS else options.Verb
+    own.command(verb, cls=kind, epilog=grammar.exit_codes(verb))(getattr(import_module(module), function))
     return typer.main.get_command(own)
 
 

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from dflash_serve.adapter.arguments import from_words
 from dflash_serve.adapter.protocol import Backend as InstalledBackend
 from dflash_serve.adapter.registry import choose_drafter
+from dflash_serve.cli.grammar import INTERRUPTED, in_todays_words
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.settings import ENV_PREFIX, Frozen
 from dflash_serve.deployment.description import Deployment
@@ -71,14 +72,21 @@ ENGINE_WORDS = "dflash_serve.engine_words"  # Key of a command's context for the
 
 
 class Verb(TyperCommand):
-    """A command that refuses infinity, which is above every lower bound."""
+    """A command that knows options of the release before, refuses infinity and says that it was interrupted."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, in_todays_words(str(self.name), args, quiet=ctx.resilient_parsing))
 
     def invoke(self, ctx: Any) -> Any:
         for one in self.params:
             value = ctx.params.get(one.name)
-            if isinstance(value, float) and not isfinite(value):
+            if isinstance(value, float) and not isfinite(value):  # infinity is above every lower bound
                 raise UserError(f"{value} is no finite number", where=one.opts[0])
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("dflash-serve: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
 
 
 class TakesEngineArguments(Verb):

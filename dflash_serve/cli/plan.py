@@ -14,7 +14,6 @@ from typer import Option
 from dflash_serve.adapter.registry import server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
-from dflash_serve.common.extras import need
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import overlay
 
@@ -66,7 +65,6 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Say which split, width and batch to run on which GPUs, and what to expect. Nothing is run."""
-    need("plan", "numpy")
     options.require_target("plan", deployment, target)
     chosen = server_backend(backend)
     from dflash_serve.common.files import require_writable

@@ -21,7 +21,7 @@ from dflash_serve.common.http import read_api_key
 from dflash_serve.common.reports import number
 from dflash_serve.errors import UserError
 
-Url = Annotated[str, typer.Argument(help="Address of a running server, of any engine.", metavar="URL")]
+Url = Annotated[str, typer.Option(help="Address of a running server, of any engine.")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks at its metrics.", min=0.1)]
 Once = Annotated[bool, typer.Option("--once", help="Look for one interval, print and stop.")]
 BARS = "▁▂▃▄▅▆▇█"

@@ -27,10 +27,14 @@ OF_OURS = ("deployment", "target", "drafter", "backend_name", "block_size", "wid
 """Options of a deployment, which running servers cannot follow."""
 BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 
-WithUrl = Annotated[str | None, typer.Option("--with", help="Address of a running server that speculates.")]
-WithoutUrl = Annotated[str | None, typer.Option("--without", help="Address of the same server without speculation.")]
-WithMetrics = Annotated[list[str] | None, typer.Option(help=options.METRICS_URL.format("--with's engine"))]
-WithoutMetrics = Annotated[list[str] | None, typer.Option(help=options.METRICS_URL.format("--without's engine"))]
+WithUrl = Annotated[str | None, typer.Option("--url", help="Address of a running server that speculates.")]
+WithoutUrl = Annotated[
+    str | None, typer.Option("--without-url", help="Address of the same server without speculation.")
+]
+WithMetrics = Annotated[
+    list[str] | None, typer.Option("--metrics-url", help=options.METRICS_URL.format("--url's engine"))
+]
+WithoutMetrics = Annotated[list[str] | None, typer.Option(help=options.METRICS_URL.format("--without-url's engine"))]
 Concurrency = Annotated[int, typer.Option(help="Requests in flight to a server.", min=1)]
 NumPrompts = Annotated[int | None, typer.Option(help=f"{options.NUM_PROMPTS} [default: all]", min=1)]
 Samples = Annotated[
@@ -92,14 +96,14 @@ def verify(
     asked = read_prompt_set(prompts, raw=raw, variables=settings.chat_template_kwargs)
     if with_url or without_url:
         options.refuse_ignored(
-            context, OF_OURS, "running servers have their own", "leave it out, or --with and --without"
+            context, OF_OURS, "running servers have their own", "leave it out, or --url and --without-url"
         )
         if options.engine_arguments(context, backend_name):
             raise UserError("running servers have their own arguments", where="--", do="leave them out")
         pair = settings.servers()
     else:
         named = ("with_metrics_url", "without_metrics_url", "model", "api_key_file")
-        options.refuse_ignored(context, named, "only running servers have it", "give --with, too")
+        options.refuse_ignored(context, named, "only running servers have it", "give --url, too")
         served = {**context.params, "api_key_file": None}  # the option's file is the key of a running server
         flags = {**options.deployment_flags(served), **options.engine_arguments(context, backend_name)}
         described = _speculating(deployment, flags, backend_name)

@@ -20,7 +20,7 @@ from dflash_serve.adapter.launch import kv_bytes_each
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogued_drafter, catalogued_target
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, uniform_target_layer_ids
 from dflash_serve.checkpoint.reader import read_config
-from dflash_serve.checkpoint.source import cached_folder, target_source
+from dflash_serve.checkpoint.source import cached_folder, target_described
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
 from dflash_serve.common.settings import describe
@@ -68,7 +68,7 @@ def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
         return (here,)
     known = None if Path(name).is_dir() or "/" not in name or model.revision else catalogued_target(name)
     if known is None or not known.has_sizes:
-        return (target_configuration(model.model_copy(update={"model": str(target_source(name))})),)
+        return (target_configuration(model.model_copy(update={"model": str(target_described(name))})),)
     folder = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "config.json").write_text(json.dumps(known.config))

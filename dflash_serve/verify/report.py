@@ -65,7 +65,7 @@ from dflash_serve.verify.tokens import Kind, TokenComparison
 Verdict = Literal["lossless", "not lossless", "could not tell"]
 EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
 COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
-METRICS = "behind a router, give the metrics of each worker (--with-metrics-url, --without-metrics-url)"
+METRICS = "behind a router, give the metrics of each worker (--metrics-url, --without-metrics-url)"
 SHOWN = 10  # Differences of a case that are printed; the report has all
 TOLERATED = 0.01
 """Share of a case's answers whose difference may stay unexplained, by rounding in the plain side's second answer."""

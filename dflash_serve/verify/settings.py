@@ -61,7 +61,7 @@ class VerifySettings(Frozen):
             UserError: only one is given, or the number format is not one that is verified.
         """
         if self.with_url is None or self.without_url is None:
-            missing = "--without" if self.without_url is None else "--with"
+            missing = "--without-url" if self.without_url is None else "--url"
             raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
         _refuse_other_formats(self.dtype)
         key = read_api_key(self.api_key_file)

@@ -171,7 +171,7 @@ def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:
         raise UserError("both are the same server", where=plain.base, do="start a second one without speculation")
     sides = {WITH: speculating, WITHOUT: plain}
     for side, endpoint in sides.items():
-        endpoint.metrics.require(f"--{side}-metrics-url")
+        endpoint.metrics.require("--metrics-url" if side == WITH else "--without-metrics-url")
 
     def agree(prompts: Sequence[Prompt]) -> tuple[str, ...]:
         try:

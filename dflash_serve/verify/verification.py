@@ -153,8 +153,8 @@ class Verification:
         # True if the plain side is known to be plain; if it speculates, errors of both sides would not be seen
         speculates = plain.speculates(probe)
         if speculates:
-            where = (self.pair.descriptions.get(WITHOUT) or {}).get("url") or "--without"
-            do = "give --without a server that was started without a drafter"
+            where = (self.pair.descriptions.get(WITHOUT) or {}).get("url") or "--without-url"
+            do = "give --without-url a server that was started without a drafter"
             raise UserError("it speculates, too: its own metrics count drafted tokens", where=where, do=do)
         return self.pair.plain_is_ours or speculates is False
 

@@ -251,9 +251,9 @@ def test_verify_is_asked_in_words_it_knows(name: str, more: str) -> None:
     parameters = get_group(app).commands["verify"].params
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
     assert (program, verb) == ("dflash-serve", "verify")
-    assert {flag.split("=")[0] for flag in flags} == {"--with", "--without", "--output", more}
+    assert {flag.split("=")[0] for flag in flags} == {"--url", "--without-url", "--output", more}
     assert {flag.split("=")[0] for flag in flags} <= known
-    assert flags[0].startswith("--with=http://trial-dflash-serve.serving:80")
+    assert flags[0].startswith("--url=http://trial-dflash-serve.serving:80")
 
 
 def test_the_acceptance_gate_opens_at_the_baseline_and_not_below(pair: tuple[Path, Path]) -> None:

@@ -44,7 +44,7 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
     )
     with running(tiny_engine(tiny_folders, width=1)) as plain:
         arguments = [
-            *("bench", str(file), "--variants", "fixed", "--endpoint", f"plain={plain.url}", "--baseline", "plain"),
+            *("bench", str(file), "--variants", "fixed", "--url", f"plain={plain.url}", "--baseline", "plain"),
             *("--dataset", str(prompts), "--concurrency", "2", "--rounds", "1", "--min-requests", "4"),
             *("--requests-per-user", "1", "--max-tokens", str(TOKENS), "--ignore-eos", "--no-warm-up"),
             *("--output", str(folder / "out")),

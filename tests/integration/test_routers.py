@@ -57,7 +57,7 @@ def verify(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) ->
 def test_verify_compares_tokens_where_the_router_drops_their_ids_and_says_so(
     router: str, plain: tuple[FakeSglang, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    code, report = verify(monkeypatch, tmp_path, "--with", router, "--without", plain[1])
+    code, report = verify(monkeypatch, tmp_path, "--url", router, "--without-url", plain[1])
     assert (code, report.findings.verdict, report.findings.unit) == (0, "lossless", "tokens")
     assert "not tested: " in report.findings.headline
     assert "token ids (with speculation, answers have tokens alone)" in report.findings.headline
@@ -73,7 +73,7 @@ def test_verify_finds_a_worker_behind_the_router_that_is_wrong(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(workers[1], "wrong", True)
-    code, report = verify(monkeypatch, tmp_path, "--with", router, "--without", plain[1])
+    code, report = verify(monkeypatch, tmp_path, "--url", router, "--without-url", plain[1])
     assert code == 1
     assert FaultKind.STALE_STATE in report.findings.faults
 
@@ -92,7 +92,7 @@ def test_top_sums_the_workers_behind_the_router(
     monkeypatch.setattr(
         "time.sleep", lambda _: [one.answer("/v1/completions", {"prompt": "x", "max_tokens": 21}) for one in workers]
     )
-    assert call(monkeypatch, "top", router, "--once", "--json") == 0
+    assert call(monkeypatch, "top", "--url", router, "--once", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["acceptance_length"] == 2
     assert shown["tokens_per_second"] * shown["seconds"] == pytest.approx(42)
@@ -112,8 +112,8 @@ def test_behind_dynamo_verify_and_the_doctor_take_the_workers_metrics(
     plain: tuple[FakeSglang, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with FakeDynamo(FakeSglang(drafts=True)).listening() as (frontend, system):
-        sides = ("--with", frontend, "--without", plain[1])
-        code, report = verify(monkeypatch, tmp_path, *sides, "--with-metrics-url", f"{system}/metrics")
+        sides = ("--url", frontend, "--without-url", plain[1])
+        code, report = verify(monkeypatch, tmp_path, *sides, "--metrics-url", f"{system}/metrics")
         told = interview(Endpoint(frontend, metrics_urls=(system,)), CHATS, GREEDY, BLOCK)
     assert (code, report.findings.unit) == (0, "tokens")
     assert "token ids (with speculation, answers have tokens alone)" in report.findings.headline
@@ -141,13 +141,12 @@ def test_missing_metrics_are_told_with_the_option_before_any_question(
     dynamo, report = FakeDynamo(FakeSglang(drafts=True)), tmp_path / "report.json"
     with dynamo.listening() as (frontend, _):
         given: dict[str, Sequence[object]] = {
-            "verify": ("--with", frontend, "--without", plain[1], "--output", report),
+            "verify": ("--url", frontend, "--without-url", plain[1], "--output", report),
             "doctor": ("--target", "smollm2", "--drafter", "smollm2", "--url", frontend, "--output", report),
-            "top": (frontend, "--once"),
+            "top": ("--url", frontend, "--once"),
         }
         assert call(monkeypatch, verb, *given[verb]) == 2
         said = "".join(capsys.readouterr())
-    option = "--with-metrics-url" if verb == "verify" else "--metrics-url"
     assert f"{frontend}: it shows no metrics of an engine that is known here" in said
-    assert option in said
+    assert "--metrics-url" in said
     assert (dynamo.worker.asked, plain[0].asked, report.exists()) == ([], [], False)

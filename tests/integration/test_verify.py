@@ -192,7 +192,7 @@ def plain_server(plain_engine: EmbeddedEngine, key: Path) -> Iterator[str]:
 def two_servers(speculating: EmbeddedEngine, plain: str, file: Path, key: Path | None) -> Iterator[list[object]]:
     """The arguments that compare a server of this engine with the one at `plain`."""
     with running(speculating, queue=64, api_key_file=key) as server:
-        urls = ["--with", server.url, "--without", plain, *(["--api-key-file", key] if key else [])]
+        urls = ["--url", server.url, "--without-url", plain, *(["--api-key-file", key] if key else [])]
         yield [*urls, "--prompts", file, "--raw", "--dtype", "float32"]
 
 
@@ -230,7 +230,7 @@ def test_servers_that_tell_nothing_of_their_speculation_are_asked_nothing(
     with running(tiny_engine(folders, width=1)) as other, two_servers(plain_engine, other.url, file, None) as given:
         assert command(*given, "--samples", 0, "--max-tokens", 8) == 2
     assert "shows no metrics of an engine that is known here" in command.said
-    assert "--with-metrics-url" in command.said
+    assert "--metrics-url" in command.said
     assert not command.output.exists()
 
 
@@ -321,13 +321,13 @@ def test_speculation_that_accepts_nothing_could_not_be_told(folders: Folders, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--with", "http://a"], "give --without"),
-        (["--with", "http://a", "--without", "http://a/v1"], "both are the same server"),
-        (["--with", "http://a", "--without", "http://b", "--width", "8"], "running servers have their own"),
-        (["--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:19"], "no answer"),
+        (["--url", "http://a"], "give --without-url"),
+        (["--url", "http://a", "--without-url", "http://a/v1"], "both are the same server"),
+        (["--url", "http://a", "--without-url", "http://b", "--width", "8"], "running servers have their own"),
+        (["--url", "http://127.0.0.1:9", "--without-url", "http://127.0.0.1:19"], "no answer"),
         (["--width", "off"], "does not speculate"),
         (["--samples", "63"], "63 samples a side show nothing; give 64 or more"),
-        (["--dtype", "float16", "--with", "http://127.0.0.1:9", "--without", "http://b", "--model", "m"], "float32"),
+        (["--dtype", "float16", "--url", "http://127.0.0.1:9", "--without-url", "http://b", "--model", "m"], "float32"),
     ],
 )
 def test_what_cannot_be_verified_is_one_clear_line(command: Command, arguments: list[str], message: str) -> None:

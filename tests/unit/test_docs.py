@@ -25,7 +25,7 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["cli.md", "deployment.md"])
+@pytest.mark.parametrize("page", ["cli.md", "deployment.md", "grammar.md"])
 def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
     written = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert written == generator().PAGES[page](), "run: python docs/generate.py"

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from email import message_from_bytes
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -41,7 +43,10 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    for name in sorted(_required("dflash-serve", set())):
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        needs = message_from_bytes(opened.read(metadata)).get_all("Requires-Dist", [])
+    for name in sorted(_required(needs, set())):
         _link(name, packages)
     words = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*words, str(wheel)], check=True)
@@ -66,15 +71,15 @@ def run(bare: Path, tmp_path: Path) -> Run:
     return call
 
 
-def _required(name: str, known: set[str]) -> set[str]:
-    """Distributions that one needs, extras apart, and what those need."""
-    for line in distribution(name).requires or []:
+def _required(lines: Iterable[str], known: set[str]) -> set[str]:
+    """Distributions that these lines of metadata ask for, extras apart, and what those need."""
+    for line in lines:
         words, _, condition = line.partition(";")
         needed = re.split(r"[^\w.-]", words.strip())[0]
         if "extra ==" in condition or needed in known or not _installed(needed):
             continue
         known |= {needed}
-        _required(needed, known)
+        _required(distribution(needed).requires or [], known)
     return known
 
 

@@ -26,7 +26,7 @@ from dflash_serve.common.settings import describe, refuse_misspelt
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError, first_line
 
-from ..facts import SETTINGS_PREFIX
+from ..facts import MODULES, SETTINGS_PREFIX
 from ..launch import choose_waiting, readable, require_gpu, with_operators
 from .settings import ServerSettings
 
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from .app import DrainingServer
     from .worker import EngineWorker
 
-log = logging.getLogger(__name__)
-ENGINE = ("torch", "transformers", "safetensors")
-SERVER = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
+log = logging.getLogger("dflash_torch.server")  # this module is run as `__main__`
 
 
 def main() -> None:
@@ -48,7 +46,7 @@ def main() -> None:
         remove_temporary(Path(sys.argv[1]).parent)
         settings = _settings()
         keys = read_keys(str(settings.api_key_file)) if settings.api_key_file else []
-        need("serve", *ENGINE, *SERVER)
+        need("serve", *MODULES)
         choose_waiting()  # before torch is there
         require_gpu(deployment)  # before a client can connect
         listener = bind(settings.host, settings.port)

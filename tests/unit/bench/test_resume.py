@@ -39,7 +39,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def bench(url: str, tmp_path: Path, *more: str) -> Any:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "hello"}\n')
-    both = ["--endpoint", f"off={url}", "--endpoint", f"fast={url}/v1"]
+    both = ["--url", f"off={url}", "--url", f"fast={url}/v1"]
     small = ["--dataset", str(prompts), "--concurrency", "1,2", "--rounds", "2", "--output", str(tmp_path / "out")]
     return CliRunner().invoke(app, ["bench", *both, *small, *more])
 
@@ -140,7 +140,7 @@ def test_a_broken_run_file_is_named(url: str, tmp_path: Path, jobs: list[Job]) -
     [
         (["--concurrency", "1,x"], "no list of numbers of users"),
         (["--baseline", "slow"], "there is no variant 'slow'; use one of: off, fast"),
-        (["--endpoint", "off=http://b"], "two variants are called"),
+        (["--url", "off=http://b"], "two variants are called"),
         (["--dataset", "synthetic"], "made-up prompts mislead"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -17,8 +18,12 @@ import typer
 from typer.testing import CliRunner
 
 import dflash_serve
+from dflash_serve.certify.report import EXIT_CODES as CERTIFY
+from dflash_serve.cli.grammar import VERDICTS
 from dflash_serve.cli.main import app, run
 from dflash_serve.common import extras
+from dflash_serve.doctor.diagnosis import Verdict
+from dflash_serve.verify.report import EXIT_CODES as VERIFY
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 GROUP: Any = typer.main.get_command(app)
@@ -44,7 +49,7 @@ def test_every_verb_of_a_pair_takes_a_deployment(verb: str) -> None:
 def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
     """`--prompts` is a file everywhere and `--num-prompts` a number.
 
-    bench and certify alone take several `--concurrency`, and certify's `--compare` takes two reports.
+    bench and certify alone take several `--concurrency`, bench several `--url`, and certify's `--compare` two reports.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     for command in GROUP.commands.values():
@@ -57,9 +62,111 @@ def test_one_flag_is_one_kind_of_value_in_every_verb() -> None:
                 named = sorted(str(one) for one in (get_args(kind) or (kind,)) if one is not NoneType)
                 for flag in flags:
                     kinds[flag].add(" | ".join(named))
-    assert {flag for flag, found in kinds.items() if len(found) > 1} == {"--concurrency", "--compare"}
+    assert {flag for flag, found in kinds.items() if len(found) > 1} == {"--concurrency", "--compare", "--url"}
     assert "Path" in str(kinds["--prompts"])
     assert "int" in str(kinds["--num-prompts"])
+
+
+def options_of(verb: str) -> dict[str, Any]:
+    return {option: parameter for parameter in GROUP.commands[verb].params for option in parameter.opts}
+
+
+RUNNING = ("Address of a running server", "Running server")
+
+
+def test_a_running_server_is_named_by_url_in_every_verb() -> None:
+    named = {
+        verb: [one.opts for one in GROUP.commands[verb].params if (one.help or "").startswith(RUNNING)]
+        for verb in VERBS
+    }
+    assert {verb: found for verb, found in named.items() if found} == {
+        "bench": [["--url"]],
+        "doctor": [["--url"]],
+        "top": [["--url"]],
+        "verify": [["--url"]],
+    }
+    with_metrics = [verb for verb in VERBS if "--metrics-url" in options_of(verb)]
+    assert with_metrics == ["doctor", "top", "verify"]
+    assert {options_of(verb)["--metrics-url"].multiple for verb in with_metrics} == {True}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_shared_options_are_of_one_form(verb: str) -> None:
+    options = options_of(verb)
+    flags = [option for option in ("--json", "--quiet", "--resume", "--dry-run") if option in options]
+    assert [option for option in flags if not options[option].is_flag] == []
+    assert ("--quiet" in options) == ("-q" in options)
+    if "--output" in options:
+        assert options["--output"].help.startswith(("File ", "Folder "))
+
+
+def test_exit_codes_are_those_of_the_page_and_of_the_help() -> None:
+    given = {"verify": {*VERIFY.values()}, "certify": {*CERTIFY.values()}, "doctor": {one.exit_code for one in Verdict}}
+    assert {verb: {0, *VERDICTS[verb]} for verb in given} == given
+    assert {*VERDICTS} <= {*VERBS}
+    for verb in VERBS:
+        told = " ".join(invoke(verb, "--help").stdout.split()).partition("Exit codes: ")[2]
+        assert re.findall(r"(?:^|; )(\d+) ", told) == [str(code) for code in sorted({0, 2, *VERDICTS.get(verb, {})})]
+
+
+OLD = [
+    (
+        ("verify", "--with", "http://a"),
+        "--with is --url now",
+        "verify: two servers are compared; give --without-url, too",
+    ),
+    (
+        ("verify", "--without=http://a"),
+        "--without is --without-url now",
+        "verify: two servers are compared; give --url, too",
+    ),
+    (
+        ("bench", "--endpoint", "a=http://b", "--drafter", "c"),
+        "--endpoint is --url now",
+        "--drafter: no server is started",
+    ),
+    (
+        ("top", "http://a@b", "--once"),
+        "give the address as --url http://a@b",
+        "b: an address must not carry a password",
+    ),
+    (("top", "--interval", "9", "http://a@b"), "give the address as --url http://a@b", "b: an address must not carry"),
+]
+
+
+@pytest.mark.parametrize(("words", "now", "then"), OLD, ids=[" ".join(words) for words, _, _ in OLD])
+def test_names_of_the_release_before_are_understood_for_one_more(
+    words: tuple[str, ...], now: str, then: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dflash-serve", *words])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    said = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, said[0]) == (2, f"dflash-serve: {now}; the old form will be gone in 0.4")
+    assert said[1].startswith(f"dflash-serve: {then}")
+
+
+HERE = ("--target", "{target}", "--drafter", "{drafter}")
+JSON = {
+    "drafters": ("drafters", "Qwen/Qwen3-8B"),
+    "inspect": ("inspect", "smollm2"),
+    "convert": ("convert", "smollm2", "{place}/out", "--to", "zlab"),
+    "serve --dry-run": ("serve", *HERE, "--dry-run", "--backend", "sglang"),
+    "plan": ("plan", *HERE, "--gpu", "h100", "--isl", "64", "--osl", "64", "--output", "{place}/plan"),
+    "deploy": ("deploy", "{place}/deployment.yaml", "--render", "helm", "--backend", "torch"),
+    "build --dry-run": ("build", "smollm2", "--dry-run"),
+}
+
+
+@pytest.mark.parametrize("case", JSON)
+def test_json_is_all_that_stands_on_stdout(case: str, tmp_path: Path) -> None:
+    target, drafter = write_paper_target(tmp_path / "target"), write_paper_drafter(tmp_path / "drafter")
+    described = f"target: {{model: {target}}}\ndrafter: {{model: {drafter}}}\n"
+    (tmp_path / "deployment.yaml").write_text(described)
+    words = [word.format(target=target, drafter=drafter, place=tmp_path) for word in JSON[case]]
+    told = invoke(*words, "--json")
+    assert told.exit_code == 0, told.output
+    json.loads(told.stdout)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -83,7 +190,6 @@ def test_the_version_is_told() -> None:
 
 
 BARE = {
-    "inspect": ("inspect", "smollm2"),
     "convert": ("convert", "smollm2", "out", "--to", "zlab"),
     "train": ("train", "recipe.yaml"),
     "evaluate": ("evaluate", "--task", "humaneval"),
@@ -91,7 +197,6 @@ BARE = {
     "verify": ("verify",),
     "doctor": ("doctor",),
     "bench": ("bench",),
-    "plan": ("plan",),
 }
 
 
@@ -100,7 +205,17 @@ def test_a_bare_install_names_the_extra(
     verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after `pip install dflash-serve` without an extra: nothing but its own requirements is there."""
-    own = ("pydantic", "pydantic_settings", "yaml", "rich", "typer", "dflash_serve")
+    own = (
+        "huggingface_hub",
+        "numpy",
+        "pydantic",
+        "pydantic_settings",
+        "safetensors",
+        "yaml",
+        "rich",
+        "typer",
+        "dflash_serve",
+    )
     monkeypatch.setattr(extras, "find_spec", lambda name: importlib.util.find_spec(name) if name in own else None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["dflash-serve", *BARE[verb]])
@@ -132,7 +247,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
         (("frob",), "No such command 'frob'.*; see `dflash-serve --help`"),
         (("bench", "x.yaml", "--temperature", "-1"), "Invalid value for '--temperature'.*"),
         (("evaluate", "--task", "a=b", "--temperature", "3"), "Invalid value for '--temperature'.*"),
-        (("top", "http://a", "--interval", "inf"), "--interval: inf is no finite number"),
+        (("top", "--url", "http://a", "--interval", "inf"), "--interval: inf is no finite number"),
         (("certify", "x.yaml", "--minutes", "inf"), "--minutes: inf is no finite number"),
         (("bench", "x.yaml", "--interactivity", "inf"), "--interactivity: inf is no finite number"),
         (("inspect", "~nobody-of-this-name/drafter"), "~nobody-of-this-name/drafter: no such folder.*"),
@@ -154,7 +269,7 @@ def test_no_word_at_all_is_answered_with_the_help(
     assert "Usage: dflash-serve" in told.out + told.err
 
 
-SERVERS = ("--with", "http://127.0.0.1:9", "--without", "http://127.0.0.1:9")
+SERVERS = ("--url", "http://127.0.0.1:9", "--without-url", "http://127.0.0.1:9")
 IGNORED = [
     (("convert", "a", "b", "--to", "zlab", "--markov-rank", "16"), "--markov-rank", "give --markov-head, too"),
     (("serve", "x.yaml", "--json"), "--json", "add --dry-run"),
@@ -168,14 +283,14 @@ IGNORED = [
     (("verify", *SERVERS, "--backend", "torch"), "--backend", "running servers have their own"),
     (("verify", *SERVERS, "--width", "4"), "--width", "running servers have their own"),
     (("verify", *SERVERS, "--", "--a", "1"), "--", "running servers have their own arguments"),
-    (("verify", "--model", "a"), "--model", "give --with, too"),
-    (("verify", "--api-key-file", "a"), "--api-key-file", "give --with, too"),
+    (("verify", "--model", "a"), "--model", "give --url, too"),
+    (("verify", "--api-key-file", "a"), "--api-key-file", "give --url, too"),
     (("verify", "--concurrency", "3"), "--concurrency", "no server is asked"),
     (("doctor", "--model", "a"), "--model", "give --url, too"),
     (("doctor", "--api-key-file", "a"), "--api-key-file", "give --url, too"),
-    (("bench", "--endpoint", "a=http://b", "--variants", "off"), "--variants", "no server is started"),
-    (("bench", "--endpoint", "a=http://b", "--drafter", "c"), "--drafter", "no server is started"),
-    (("bench", "--endpoint", "a=http://b", "--", "--c", "1"), "--", "no server is started"),
+    (("bench", "--url", "a=http://b", "--variants", "off"), "--variants", "no server is started"),
+    (("bench", "--url", "a=http://b", "--drafter", "c"), "--drafter", "no server is started"),
+    (("bench", "--url", "a=http://b", "--", "--c", "1"), "--", "no server is started"),
     (("bench", "x.yaml", "--api-key-file", "a"), "--api-key-file", "need no key"),
     (("certify", "--compare", "a.json", "b.json", "--minutes", "3"), "--minutes", "nothing is run"),
     (("deploy", "x.yaml", "--backend", "torch", "--prepare", "a", "--image", "b"), "--image", "nothing is rendered"),

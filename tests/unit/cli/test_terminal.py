@@ -20,6 +20,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from dflash_serve.cli import main
 from dflash_serve.cli.main import CLOSED_PIPE, app
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
@@ -107,7 +108,7 @@ def test_a_full_disk_under_stderr_ends_no_command_and_changes_no_exit_code(
 
 
 def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(busy: str) -> None:
-    terminal = Terminal("top", busy, "--interval", "0.3")
+    terminal = Terminal("top", "--url", busy, "--interval", "0.3")
     for word in ("acceptance", "tokens/s", "users", "in the queue", "K/V cache", "survival", "slot 3", "% of steps"):
         terminal.until(word)
     terminal.child.send_signal(signal.SIGINT)
@@ -120,7 +121,7 @@ def test_top_draws_one_page_in_a_terminal_and_gives_the_screen_back(busy: str) -
 
 def test_top_in_a_terminal_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     with running(tiny_engine(write_tiny_pair(tmp_path), width=4)) as server:
-        terminal = Terminal("top", server.url, "--interval", "0.2")
+        terminal = Terminal("top", "--url", server.url, "--interval", "0.2")
         terminal.until("tokens/s")
     terminal.until("no answer")
     terminal.child.send_signal(signal.SIGINT)
@@ -128,7 +129,7 @@ def test_top_in_a_terminal_survives_a_server_that_goes_away(tmp_path: Path) -> N
 
 
 def test_top_once_is_one_json_object_even_in_a_terminal(busy: str) -> None:
-    terminal = Terminal("top", busy, "--once", "--json", "--interval", "1")
+    terminal = Terminal("top", "--url", busy, "--once", "--json", "--interval", "1")
     assert terminal.end() == 0
     figures = json.loads(terminal.seen)
     assert figures["engine"] == "dflash-serve"
@@ -141,27 +142,29 @@ def test_top_once_is_one_json_object_even_in_a_terminal(busy: str) -> None:
 
 
 def test_top_of_a_server_that_does_nothing_says_unknown_and_not_nought(server: Running) -> None:
-    result = CliRunner().invoke(app, ["top", server.url, "--once", "--json", "--interval", "0.1"])
+    result = CliRunner().invoke(app, ["top", "--url", server.url, "--once", "--json", "--interval", "0.1"])
     figures = json.loads(result.output)
     assert (figures["acceptance_length"], figures["widths"], figures["tokens_per_second"]) == (None, None, 0)
 
 
 def test_top_of_no_server_or_of_one_without_metrics_is_one_line() -> None:
     with site(lambda *_: (404, "")) as url:
-        assert "shows no metrics of an engine" in str(CliRunner().invoke(app, ["top", url, "--once"]).exception)
-    assert "no answer" in str(CliRunner().invoke(app, ["top", "http://127.0.0.1:9", "--once"]).exception)
+        assert "shows no metrics of an engine" in str(
+            CliRunner().invoke(app, ["top", "--url", url, "--once"]).exception
+        )
+    assert "no answer" in str(CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--once"]).exception)
 
 
 def test_top_once_of_a_server_that_goes_away_is_no_success() -> None:
     pages = iter([(200, OURS), (500, "")])
     with site(lambda *_: next(pages)) as url:
-        result = CliRunner().invoke(app, ["top", url, "--once", "--interval", "0.1"])
+        result = CliRunner().invoke(app, ["top", "--url", url, "--once", "--interval", "0.1"])
     assert "HTTP 500" in str(result.exception)
 
 
 def test_an_address_with_brackets_is_shown_whole() -> None:
     with site(lambda *_: (200, OURS)) as url:
-        assert f"{url}/[fd00::1]" in CliRunner().invoke(app, ["top", f"{url}/[fd00::1]", "--once"]).output
+        assert f"{url}/[fd00::1]" in CliRunner().invoke(app, ["top", "--url", f"{url}/[fd00::1]", "--once"]).output
 
 
 def test_what_an_encoding_lacks_is_written_as_an_escape() -> None:
@@ -207,7 +210,7 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(case: str, pair: tuple[Pa
 
 
 def test_top_that_goes_on_ends_with_its_reader(server: Running) -> None:
-    child = in_a_pipe("top", server.url, "--json", "--interval", "0.1")
+    child = in_a_pipe("top", "--url", server.url, "--json", "--interval", "0.1")
     assert child.stdout is not None
     assert json.loads(child.stdout.readline())["engine"] == "dflash-serve"
     assert stop_reading(child) == (CLOSED_PIPE, ""), "1 is a verdict of some verbs"
@@ -232,4 +235,26 @@ def test_an_interruption_while_the_verbs_are_imported_is_no_traceback(tmp_path: 
     path = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", "dflash_serve", "--version"]
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "dflash-serve: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (("drafters",), "dflash_serve.cli.drafters.installed"),
+        (("plan", "--target", "smollm2", "--gpu", "h100"), "dflash_serve.cli.plan.server_backend"),
+        (("generate", "hello"), "dflash_serve.cli.answers.described_pair"),
+        (("build", "smollm2", "--dry-run"), "dflash_engines.cli.make_steps"),
+    ],
+)
+def test_a_verb_says_that_it_was_interrupted(
+    words: tuple[str, ...], where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupt)
+    monkeypatch.setattr("sys.argv", ["dflash-serve", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "dflash-serve: interrupted\n")

@@ -420,8 +420,8 @@ def test_a_router_that_shows_no_metrics_of_its_workers_asks_for_their_addresses(
 
 def test_a_worker_without_metrics_is_named_with_the_option_that_takes_its_address() -> None:
     with site(lambda *_: (200, SCRAPED)) as one, site(lambda *_: (200, "up 1\n")) as two:
-        with pytest.raises(UserError, match=r"--enable-metrics.* --with-metrics-url .*DYN_SYSTEM_PORT") as caught:
-            MetricsSource("http://127.0.0.1:9", (one, two)).require("--with-metrics-url")
+        with pytest.raises(UserError, match=r"--enable-metrics.* --metrics-url .*DYN_SYSTEM_PORT") as caught:
+            MetricsSource("http://127.0.0.1:9", (one, two)).require("--metrics-url")
         assert caught.value.where == two
     with pytest.raises(UserError, match="not an address"):
         MetricsSource("http://127.0.0.1:9", ("worker:9090",))

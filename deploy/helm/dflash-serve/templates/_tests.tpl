@@ -107,7 +107,7 @@ http://{{ include "dflash-serve.fullname" . }}.{{ .Release.Namespace }}:{{ .Valu
 {{- end -}}
 
 {{- define "dflash-serve.verifyCommand" -}}
-{{- $command := list "dflash-serve" "verify" (printf "--with=%s" (include "dflash-serve.url" .)) (printf "--without=%s" .Values.tests.verify.without) "--output=/tmp/report.json" -}}
+{{- $command := list "dflash-serve" "verify" (printf "--url=%s" (include "dflash-serve.url" .)) (printf "--without-url=%s" .Values.tests.verify.without) "--output=/tmp/report.json" -}}
 {{- /* With whole blocks SGLang cannot count penalties and our plug-in refuses such requests; they are left out at any width. */ -}}
 {{- if eq .Values.backend "sglang" }}{{ $command = append $command "--no-penalties" }}{{ end -}}
 {{- if .Values.secrets.apiKeys.name }}{{ $command = append $command "--api-key-file=/etc/dflash-serve-keys/keys" }}{{ end -}}
