@@ -109,7 +109,7 @@ class TensorRTLLMLaunch(TensorRTLLMSettings):
         from safetensors.torch import save_file
         from torch import bfloat16, float16
 
-        checkpoint, found = self.checkpoint, list[Problem]()
+        checkpoint, problems = self.checkpoint, list[Problem]()
         assert checkpoint is not None
         assert checkpoint.config is not None
         if folder.exists() and not (folder / NEUTRAL).is_file():
@@ -117,9 +117,9 @@ class TensorRTLLMLaunch(TensorRTLLMSettings):
         dtype = float16 if self.draft_dtype == "float16" else bfloat16
         tensors = {
             name: tensor.clone() if is_quantized(name, tensor) else tensor.to(dtype, copy=True)
-            for name, tensor in read_tensors(checkpoint, found)
+            for name, tensor in read_tensors(checkpoint, problems)
         }
-        raise_problems(found, hint=HINT)
+        raise_problems(problems, hint=HINT)
         tensors = fc_in_layer_order(tensors, checkpoint.config.target_layer_ids)
         with whole_folder(folder) as scratch:
             for file in self._draft_files():
@@ -202,8 +202,8 @@ class TensorRTLLMLaunch(TensorRTLLMSettings):
         """
         batch, target = self.max_batch_size, self.deployment.target
         limit = {} if batch is None else {"max_batch_size": batch}
-        given = config_fields(self.engine_args)
-        graphs = given.get("cuda_graph_config")
+        own = config_fields(self.engine_args)
+        graphs = own.get("cuda_graph_config")
         fields: dict[str, object] = {
             "tensor_parallel_size": self.deployment.parallel.tensor,
             **limit,
@@ -225,7 +225,7 @@ class TensorRTLLMLaunch(TensorRTLLMSettings):
             **({} if target.revision is None else {"revision": target.revision}),
             **({} if self.drafter is None else {"speculative_config": self._speculative()}),
         }
-        fields = merged(fields, given)
+        fields = merged(fields, own)
         where = f"configuration for TensorRT-LLM {self.release}"
         refusal = installed_verdict(self.release, {"model": target.model, **fields})
         if refusal:

@@ -92,16 +92,16 @@ class TensorRTLLMSettings(EngineLaunch):
     @property
     def speculative_args(self) -> EngineArgs:
         """The user's own keys of `speculative_config`."""
-        given = self.engine_args.get("speculative_config")
-        return given if isinstance(given, dict) else {}
+        section = self.engine_args.get("speculative_config")
+        return section if isinstance(section, dict) else {}
 
     @property
     def users_schedule(self) -> dict[int, int] | None:
         """The user's own `draft_len_schedule`; None = the user gave none."""
-        given = self.speculative_args.get("draft_len_schedule")
-        if not isinstance(given, dict):
+        schedule = self.speculative_args.get("draft_len_schedule")
+        if not isinstance(schedule, dict):
             return None
-        return {int(size): length for size, length in given.items() if isinstance(length, int)}
+        return {int(size): length for size, length in schedule.items() if isinstance(length, int)}
 
     @property
     def recorded_survival(self) -> list[float] | None:
@@ -260,7 +260,7 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
     """Properties of a drafter that a release's `DFlashForCausalLM` (modeling_dflash.py) silently ignores."""
     windowed = {kind for kind in config.layers if kind.window is not None}
     understood = release >= FROM_1_4 and len(windowed) == 1
-    found = {
+    properties = {
         "a mask embedding of its own": config.has_mask_embedding,
         "an embedding scale": config.embedding_scale != 1.0,
         "an output multiplier": config.output_multiplier != 1.0,
@@ -268,7 +268,7 @@ def beyond_built_in(config: DrafterConfig, release: Release) -> list[str]:
         "windows that are not causal in the block": has_two_sided_windows(config) and not understood,
         "full-attention layers that are causal": any(kind.causal and kind.window is None for kind in config.layers),
     }
-    return [what for what, present in found.items() if present]
+    return [what for what, present in properties.items() if present]
 
 
 def is_dspark(heads: Heads) -> bool:

@@ -145,8 +145,8 @@ class BlockSteps:
                 self.speculator.inject_blocks(blocks, features[0].unflatten(0, shape[:2]))
             return known, hidden.unflatten(0, shape[:2])
 
-        given = to_device(rows, self.runner.cache.keys.device)
-        return Passed(shape, *self.runner.run(shape, ("blocks", layer_ids), work, given))
+        table = to_device(rows, self.runner.cache.keys.device)
+        return Passed(shape, *self.runner.run(shape, ("blocks", layer_ids), work, table))
 
     def choose(self, step: LaunchedStep) -> None:
         """Chooses a step's tokens, unless it is done already: they go to the host, and the next state is written.
@@ -157,8 +157,8 @@ class BlockSteps:
             return
         requests = [part.request for part in step.parts]
         greedy = all(request.params.greedy for request in requests)
-        found = self._choose(step.passed, [] if greedy else requests)
-        step.tokens, step.passed = Fetched(found[: len(requests)]), None
+        choices = self._choose(step.passed, [] if greedy else requests)
+        step.tokens, step.passed = Fetched(choices[: len(requests)]), None
 
     def _choose(self, passed: Passed, sampled: Sequence[Request]) -> Tensor:  # captured if all are greedy
         if sampled:
@@ -191,6 +191,6 @@ class BlockSteps:
         accepted = count_accepted(drafts, tokens, torch.minimum(row.most_drafts, room))[:, None]
         anchors = tokens.gather(1, accepted).clamp(min=0)  # a broken token ends its request
         following = torch.cat([row.position[:, None] + accepted + 1, anchors], dim=1)
-        found = torch.cat([tokens, accepted], dim=1)
+        choices = torch.cat([tokens, accepted], dim=1)
         self.runner.state.index_put_((row.entry,), following)
-        return found
+        return choices

@@ -122,7 +122,7 @@ def measure(target: TargetModel, drafter: Drafter, block_size: int, entries: int
 def tabulate(seconds: Mapping[tuple[str, int], float], entries: int, long: int) -> CostModel:
     """The costs of passes over contexts of CONTEXT tokens, and of some passes of one request over `long` tokens."""
     target, draft, target_context, draft_context = (
-        {size: taken for (found, size), taken in seconds.items() if found == kind}
+        {size: taken for (part, size), taken in seconds.items() if part == kind}
         for kind in ("target", "draft", "target_context", "draft_context")
     )
     of_token, of_row = _slopes(target, target_context, long)

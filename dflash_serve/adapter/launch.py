@@ -157,12 +157,12 @@ class EngineLaunch(Launch):
     @property
     def in_effect(self) -> dict[str, JsonValue]:
         """`engine_args`, named with dashes, without flags that are off: `x: false`. `no-x: false` is `x: true`."""
-        found = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
-        for name in [name for name, value in found.items() if value is False]:
-            del found[name]
+        flags = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
+        for name in [name for name, value in flags.items() if value is False]:
+            del flags[name]
             if name.startswith("no-"):
-                found[name.removeprefix("no-")] = True
-        return found
+                flags[name.removeprefix("no-")] = True
+        return flags
 
     @property
     def block_size(self) -> int | None:
@@ -214,12 +214,12 @@ class EngineLaunch(Launch):
 
     @cached_property
     def problems(self) -> list[Problem]:
-        found, given = list(self._problems()), self.in_effect
+        problems, flags = list(self._problems()), self.in_effect
         if self.drafter is not None:
-            found += layer_problems(self.drafter, self.title)
-        weights = given.get("load-format", "auto") in SAFETENSORS
-        return found + target_file_problems(
-            self.deployment.target.model, weights=weights, tokenizer=given.keys().isdisjoint(OTHER_TOKENIZER)
+            problems += layer_problems(self.drafter, self.title)
+        weights = flags.get("load-format", "auto") in SAFETENSORS
+        return problems + target_file_problems(
+            self.deployment.target.model, weights=weights, tokenizer=flags.keys().isdisjoint(OTHER_TOKENIZER)
         )
 
     @cached_property
@@ -277,17 +277,17 @@ class EngineLaunch(Launch):
         fields = {**DIALECTS[form.dialect].write(self.drafter, form.target), **typed}
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
-        told = f"the drafter's {len(self.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
-        yield PreparedFile(f"{DRAFT}/model.safetensors", told)
+        about = f"the drafter's {len(self.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
+        yield PreparedFile(f"{DRAFT}/model.safetensors", about)
         if recorded_survival(self.checkpoint.folder) is not None:
-            told = "how far its blocks are accepted: what `width: auto` begins with"
-            yield PreparedFile(f"{DRAFT}/{PROVENANCE}", told)
+            about = "how far its blocks are accepted: what `width: auto` begins with"
+            yield PreparedFile(f"{DRAFT}/{PROVENANCE}", about)
 
     def _shared_files(self) -> Iterator[PreparedFile]:
         if self.deployment.serving.api_key_file is not None:
-            told = "the API key, readable by its owner alone"
-            told = told if self.one_key else "the API keys, readable by their owner alone"
-            yield PreparedFile(SECRETS, told)
+            about = "the API key, readable by its owner alone"
+            about = about if self.one_key else "the API keys, readable by their owner alone"
+            yield PreparedFile(SECRETS, about)
         if self.deployment.serving.log_format == "json":
             yield PreparedFile(LOGGING, "logs as JSON", logging_config(*self.loggers))
 

@@ -221,10 +221,10 @@ def train(
     settings, processes = load_recipe(recipe), started()
     if dry_run:
         if processes.first:
-            from dflash_serve.training.outlook import outlook, told
+            from dflash_serve.training.outlook import outlook, outlook_text
 
-            found = outlook(settings, processes.count)
-            typer.echo(json.dumps(found, indent=2) if as_json else told(found))
+            figures = outlook(settings, processes.count)
+            typer.echo(json.dumps(figures, indent=2) if as_json else outlook_text(figures))
         return
     require_writable(output)
     data_only = stage is Stage.data

@@ -125,9 +125,10 @@ class AcceptanceEstimate:
     def _offset(self, request_ids: Sequence[Hashable]) -> tuple[Floats, Floats]:
         """Means and variances of requests' offsets, [N, 1] each."""
         prior = OFFSET_SPREAD**2
-        found = np.array([self.offsets.get(request_id, (0.0, prior, 0.0)) for request_id in request_ids])
-        keep = np.exp((found[:, 2:] - self._step) / MEMORY)
-        return keep * found[:, :1], prior + keep**2 * (found[:, 1:2] - prior)
+        offsets = np.array([self.offsets.get(request_id, (0.0, prior, 0.0)) for request_id in request_ids])
+        mean, variance, step = np.hsplit(offsets, 3)
+        keep = np.exp((step - self._step) / MEMORY)
+        return keep * mean, prior + keep**2 * (variance - prior)
 
 
 class TimeEstimate:
@@ -187,9 +188,9 @@ class TimeEstimate:
     def uncertainty(self, requests: int, rows: int) -> tuple[float, float]:
         """Standard error of log(time with a draft / time without), and the part that one step without would tell."""
         off = _weights(requests, 0)
-        ratio, told = _weights(rows, requests) - off, self._covariance @ off
+        ratio, covered = _weights(rows, requests) - off, self._covariance @ off
         error = sqrt(max(0.0, float(ratio @ self._covariance @ ratio)))
-        return error, abs(float(ratio @ told)) / sqrt(float(off @ told) + self._noise**2)
+        return error, abs(float(ratio @ covered)) / sqrt(float(off @ covered) + self._noise**2)
 
 
 class Budget:

@@ -107,10 +107,10 @@ def outlook(recipe: TrainingRecipe, processes: int = 1) -> dict[str, Any]:
     }
 
 
-def told(found: Mapping[str, Any]) -> str:
+def outlook_text(figures: Mapping[str, Any]) -> str:
     """The text that `train --dry-run` prints of an `outlook`."""
-    target, drafter, answers = found["target"], found["drafter"], found["answers"]
-    step, memory, disk = found["step"], found["memory_bytes"], found["disk_bytes"]
+    target, drafter, answers = figures["target"], figures["drafter"], figures["answers"]
+    step, memory, disk = figures["step"], figures["memory_bytes"], figures["disk_bytes"]
     budget = f"{step['steps']} steps" if step["steps"] else f"{step['minutes']:g} minutes"
     layers = ", ".join(map(str, drafter["target_layer_ids"]))
     hours = step["steps"] and step["steps"] * step["operations"] / SUSTAINED / 3600
@@ -217,10 +217,10 @@ class _Share(Processes):
 
 
 def _prompts(recipe: TrainingRecipe) -> int:
-    found = 0
+    count = 0
     for source in recipe.data.prompts:
         if isinstance(source, FilePrompts):
-            found += len(written_prompts(source))
+            count += len(written_prompts(source))
         else:  # a dataset is not fetched
-            found += source.count or 0
-    return found
+            count += source.count or 0
+    return count

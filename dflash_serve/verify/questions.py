@@ -79,8 +79,8 @@ class Known(NamedTuple):
     prompt_ids: Sequence[int] | None = None
 
 
-class Told(NamedTuple):
-    """Facts that the plain side told, from which questions are made."""
+class PlainFacts(NamedTuple):
+    """Facts from the answers of the plain side, of which further questions are made."""
 
     known: Sequence[Known] = ()  # Its answers to the first greedy case
     prompt_ids: Mapping[str, Sequence[int]] = {}  # Token ids of prompts, by the prompt's `repr`
@@ -261,17 +261,17 @@ class VerifyPlan(Frozen):
         return tuple(case for case in cases if self.penalties or not case.params.penalised)
 
 
-def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, told: Told) -> list[Question]:
+def questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, facts: PlainFacts) -> list[Question]:
     """The questions to a side: greedy and seeded cases take the plan's prompts, each sampled case repeats one.
 
     Every second question is streamed, but for those whose answers tell the token ids of their prompt.
     """
-    found = _mixed_questions(plan, prompts, case, side, told) if case in MIXED else None
-    if found is None:
-        found = _sampled(plan, prompts, case, side, told) if case in SAMPLED else _greedy(plan, prompts, case, told)
+    made = _mixed_questions(plan, prompts, case, side, facts) if case in MIXED else None
+    if made is None:
+        made = _sampled(plan, prompts, case, side, facts) if case in SAMPLED else _greedy(plan, prompts, case, facts)
     if case in (*GREEDY, TURNS):
-        return found
-    return [told.streamed(one) if number % 2 or case is STREAMED else one for number, one in enumerate(found)]
+        return made
+    return [facts.streamed(one) if number % 2 or case is STREAMED else one for number, one in enumerate(made)]
 
 
 def _question(case: Case, prompt: Prompt, tokens: int, seed: int | None = None, **more: Any) -> Question:
@@ -279,9 +279,9 @@ def _question(case: Case, prompt: Prompt, tokens: int, seed: int | None = None, 
     return Question(prompt, case.params.model_copy(update=changes), case.more)
 
 
-def _greedy(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, told: Told) -> list[Question]:
+def _greedy(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, facts: PlainFacts) -> list[Question]:
     # the questions of all cases but the sampled ones
-    chosen, known = prompts[: plan.prompts], told.known
+    chosen, known = prompts[: plan.prompts], facts.known
     few, question = list(zip(chosen, known, strict=False))[:FEW_PROMPTS], partial(_question, case)
     if case in GREEDY:
         return [question(prompt, plan.max_tokens) for prompt in chosen]
@@ -298,7 +298,7 @@ def _greedy(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, told: Told)
     if case is LOAD:
         return [question(prompt, plan.max_tokens) for prompt in _beginnings(known, plan.samples)]
     if case is LONG:
-        length = min(plan.long_tokens, told.context - LONG_ROOM)
+        length = min(plan.long_tokens, facts.context - LONG_ROOM)
         return [question(begun, length) for one in known if (begun := _beginning(one))][:LONG_PROMPTS]
     if case is MIN_TOKENS:
         ends = [(prompt, one.pieces[4]) for prompt, one in few if len(one.pieces) > 5]
@@ -310,17 +310,17 @@ def _greedy(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, told: Told)
     if case is TURNS:
         return [question(prompt, plan.max_tokens) for prompt in _second_turns(chosen, known)]
     if case is PROMPTS:
-        return [question(prompt, plan.max_tokens) for prompt in _long_prompts(known, told.context)]
+        return [question(prompt, plan.max_tokens) for prompt in _long_prompts(known, facts.context)]
     if case is CHOICES:  # of token ids, so that a difference in the second choice can be scored
         return [question(list(one.prompt_ids), plan.max_tokens) for _, one in few if one.prompt_ids]
     words = [(prompt, one.text.split()) for prompt, one in few if len(one.text.split()) > 1]
     return [question(prompt, plan.max_tokens, stop=(found[len(found) // 2],)) for prompt, found in words]
 
 
-def _sampled(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, told: Told) -> list[Question]:
+def _sampled(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, facts: PlainFacts) -> list[Question]:
     # answers to one prompt
     prompt, bias = prompts[prompt_index(plan, case)], {}
-    if case is BIASED and not (bias := _bias(told.known)):
+    if case is BIASED and not (bias := _bias(facts.known)):
         return []
     # Some engines ignore seeds; others give the choices of a request the seeds that follow its own.
     first, choices = FIRST_SEED[side] + SAMPLED.index(case) * SEEDS_A_CASE, case.more.get("n", 1)
@@ -328,17 +328,19 @@ def _sampled(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str,
     return [_question(case, prompt, case.tokens or plan.sample_tokens, seed, **bias) for seed in seeds]
 
 
-def _mixed_questions(plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, told: Told) -> list[Question]:
+def _mixed_questions(
+    plan: VerifyPlan, prompts: Sequence[Prompt], case: Case, side: str, facts: PlainFacts
+) -> list[Question]:
     # answers to several prompts in a situation
     (situation, setting), chosen = CELLS[case.name], prompts[: plan.prompts][:FEW_PROMPTS]
     if situation == LONG_CHOICES:
-        length = min(MIXED_PROMPT, told.context - LONG_ROOM)
-        chosen = [_long_prompt(told.known, length, first) for first in range(min(RULED, len(told.known)))]
+        length = min(MIXED_PROMPT, facts.context - LONG_ROOM)
+        chosen = [_long_prompt(facts.known, length, first) for first in range(min(RULED, len(facts.known)))]
     else:  # with a stop string, too: in a first turn few tokens are there that a penalty could count
-        chosen = _second_turns(chosen, told.known)
+        chosen = _second_turns(chosen, facts.known)
     more: dict[str, Any] = {"stop": (NEVER,)} if situation == STOPPABLE else {}
     if setting == "logit_bias":
-        more |= _bias(told.known) or {"logit_bias": {}}
+        more |= _bias(facts.known) or {"logit_bias": {}}
         chosen = chosen if more["logit_bias"] else []
     first = FIRST_SEED[side] + (len(SAMPLED) + MIXED.index(case)) * SEEDS_A_CASE
     count = RULED if setting in RULES_ALONE else plan.pairs * 2 if case.params.penalised else plan.pairs

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count, takewhile
-from operator import itemgetter
 from zlib import crc32
 
 from dflash_serve.answers.engine import Prompt
@@ -21,6 +20,7 @@ from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import MAX_LOGIT_BIAS, SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
+from dflash_serve.verify.cases import CaseQuestion, RefusedCases, side_by_side
 from dflash_serve.verify.distributions import DistributionComparison, p_value, repeats, smallest_deviation
 from dflash_serve.verify.questions import (
     AS_ASKED,
@@ -28,7 +28,6 @@ from dflash_serve.verify.questions import (
     CONTINUABLE,
     CONTINUED,
     GREEDY,
-    LONG,
     MIXED,
     NONE,
     OPTIONAL,
@@ -44,8 +43,8 @@ from dflash_serve.verify.questions import (
     WITHOUT,
     Case,
     Known,
+    PlainFacts,
     Question,
-    Told,
     VerifyPlan,
     prompt_index,
     questions,
@@ -74,13 +73,14 @@ CONTEXT = 576  # Context, in tokens, of a target whose own is unknown
 Place = tuple[Case, int, int]  # A case, the index of its question, a position in the answers
 Scoring = tuple[Question, list[Piece] | None]
 """A question for one token, and the answer's tokens in its prompt; None: it has none, the whole answer is asked for."""
-Wanted = tuple[Case, int | None, Question]  # A case, the index of its question (None: a try), and the question
 Progress = Callable[[str, int], None]
 """Called with the kind of question (`with speculation, greedy`) and the number of new answers."""
 
 
 class Verification:
     """One run over a pair of subjects.
+
+    Its state is the store with all finished answers, and `refused`, which end cases.
 
     Args:
         prompts: greedy cases take the first `plan.prompts` of them, each sampled case one.
@@ -96,10 +96,9 @@ class Verification:
         progress: Progress = lambda what, count: None,
     ) -> None:
         self.plan, self.prompts, self.pair, self.store, self.progress = plan, prompts, pair, store, progress
-        self.refused: dict[str, str] = {}  # case -> the server's reason; asked again by a resumed run
-        self.failed = set[str]()  # refused cases that the plain side answered, and the other one failed to
+        self.refused = RefusedCases()
         self.asked_with = 0  # answers that the speculating side gave in this run
-        self._made = dict[tuple[str, ...], list[Question]]()  # questions by side, case and form of streams
+        self._cache = dict[tuple[str, ...], list[Question]]()  # questions by side, case and form of streams
 
     def run(self) -> Findings:
         """Asks, compares and comes to a verdict.
@@ -111,7 +110,9 @@ class Verification:
         with self.pair.plain() as plain:
             self._refuse_drafts(plain, Question(self.prompts[0], PROBE))
             if wrong := plain.wrong_penalties():
-                self.refused |= {case.name: wrong for case in self.plan.cases if case.name in PENALISED}
+                for case in self.plan.cases:
+                    if case.name in PENALISED:
+                        self.refused.add(case, wrong)
             made_from = (STREAMED, TURNS)  # other questions take their streams and their prompts' token ids from these
             for cases in (first, made_from, [case for case in self.plan.cases if case not in (*first, *made_from)]):
                 self._ask(plain, WITHOUT, cases)
@@ -126,7 +127,7 @@ class Verification:
                 for case in CONTINUABLE:
                     self._continue(plain, case)
         optional = [case.name for case in OPTIONAL if case in self.plan.cases]
-        unit = str(self.store.get(UNIT, "nothing"))
+        reasons, unit = self.refused.reasons, str(self.store.get(UNIT, "nothing"))
         return conclude(
             tuple(self._tokens(case) for case in self.plan.greedy_cases),
             (*(self._distributions(case) for case in self.plan.sampled_cases), *self._mixed()),
@@ -136,18 +137,13 @@ class Verification:
             rules=(*check_rules(self._asked(), unit, self.plan.noise), *self._repeated()),
             unit=unit,
             is_plain=is_plain,
-            failed=tuple(f"{name}: failed ({self.refused[name]})" for name in optional if name in self.failed),
+            failed=tuple(f"{name}: failed ({reasons[name]})" for name in optional if name in self.refused.failures),
             scope=(
                 *self.plan.left_out,
                 *unasked,
-                *(f"{name} ({self.refused[name]})" for name in optional if name in self._refusals()),
+                *(f"{name} ({reasons[name]})" for name in optional if name in self.refused.untested),
             ),
         )
-
-    def _refusals(self) -> set[str]:
-        # a refused case of `MIXED` tells nothing new if one that it needs is refused, too
-        told = {case.name for case in MIXED if any(one in self.refused for one in case.needs)}
-        return self.refused.keys() - self.failed - told
 
     def _refuse_drafts(self, plain: Subject, probe: Question | None = None) -> bool:
         # True if the plain side is known to be plain; if it speculates, errors of both sides would not be seen
@@ -165,30 +161,30 @@ class Verification:
 
     def _questions(self, side: str, case: Case) -> list[Question]:
         key = side, case.name, self._form(case)
-        if key not in self._made:
-            self._made[key] = questions(self.plan, self.prompts, case, side, self._told(case))
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = questions(self.plan, self.prompts, case, side, self._facts(case))
+        return self._cache[key]
 
     def _form(self, case: Case) -> str:
         # the form of a case's streamed prompts: that of `STREAMED`, unless the plain side refused it
         name = f"{STREAMS}/{case.name}"
         return str(self.store.get(name) or self.store.get(f"{STREAMS}/{STREAMED.name}") or AS_ASKED)
 
-    def _told(self, case: Case) -> Told:
+    def _facts(self, case: Case) -> PlainFacts:
         # facts from the plain side's answers, as far as the case needs them
         greedy = self.plan.greedy_cases[0]
         if case in GREEDY:
-            return Told()
+            return PlainFacts()
         known, prompt_ids = list[Known](), dict[str, list[int]]()
         for one in (greedy, TURNS) if case not in (STREAMED, TURNS) else (greedy,):
-            if one.name in self.refused:
+            if one in self.refused:
                 continue
             answers = self._answers(WITHOUT, one)
             asked = zip(self._questions(WITHOUT, one), answers, strict=True)
             prompt_ids |= {repr(question.prompt): list(a.prompt_ids) for question, a in asked if a.prompt_ids}
             if one is greedy:
                 known = [Known(a.reasoning + a.text, a.pieces, a.prompt_ids) for a in answers]
-        return Told(known, prompt_ids, self.context, self._form(case))
+        return PlainFacts(known, prompt_ids, self.context, self._form(case))
 
     def _ask(self, subject: Subject, side: str, cases: Sequence[Case]) -> None:
         """Asks what is not answered. A refusal ends its case.
@@ -196,27 +192,27 @@ class Verification:
         Each case is tried with one short answer. Then all questions of those that were not refused run side by side, so
         that an engine which mixes up requests or their settings shows it.
         """
-        todo = list[tuple[Case, list[Wanted]]]()
-        for case in cases:
-            missing = self._missing(side, case)
-            self.progress(f"{side} speculation, {case.name}", len(self._questions(side, case)) - len(missing))
-            if why := next((self.refused[name] for name in case.needs if name in self.refused), None):
-                self.refused.setdefault(case.name, why)
-            elif not self._questions(side, case):
-                self.refused.setdefault(case.name, "its questions need token ids and greedy answers")
-            if missing and case.name not in self.refused:
-                self._try(subject, side, case)
-            if case.name not in self.refused:
-                todo.append((case, self._missing(side, case)))
-        # The long answers begin first, the others of a case are spread over the whole run.
-        ranked = [(n / len(each) if case is not LONG else 0, one) for case, each in todo for n, one in enumerate(each)]
-        if not self._answer(subject, side, [one for _, one in sorted(ranked, key=itemgetter(0))]):
-            for case, each in todo:  # one was refused, and nothing says which
-                self._answer(subject, side, [one for one in each if _key(side, case, one[1]) not in self.store])
+        missing = [self._missing(side, case) for case in cases if self._accepts(subject, side, case)]
+        if not self._answer(subject, side, side_by_side(missing)):
+            for case in cases:  # one was refused, and nothing says which
+                self._answer(subject, side, [] if case in self.refused else self._missing(side, case))
 
-    def _missing(self, side: str, case: Case) -> list[Wanted]:
-        asked = enumerate(self._questions(side, case))
-        return [(case, n, one) for n, one in asked if _key(side, case, n) not in self.store]
+    def _accepts(self, subject: Subject, side: str, case: Case) -> bool:
+        """False for a case that is refused, at last by a try; one whose answers are all there is not tried."""
+        count, missing = len(self._questions(side, case)), len(self._missing(side, case))
+        self.progress(f"{side} speculation, {case.name}", count - missing)
+        if case not in self.refused:
+            if (reason := self.refused.reason_of_need(case)) is not None:
+                self.refused.add(case, reason)
+            elif not count:
+                self.refused.add(case, "its questions need token ids and greedy answers")
+            elif missing:
+                self._try(subject, side, case)
+        return case not in self.refused
+
+    def _missing(self, side: str, case: Case) -> list[CaseQuestion]:
+        requests = (CaseQuestion(case, index, one) for index, one in enumerate(self._questions(side, case)))
+        return [one for one in requests if _key(side, case, one.index) not in self.store]
 
     def _try(self, subject: Subject, side: str, case: Case) -> None:
         """Asks for a short answer, and for a streamed one. A refusal ends the case.
@@ -226,52 +222,59 @@ class Verification:
         whole = next((one for one in self._questions(side, case) if "stream" not in one.more), None)
         if whole is not None:
             self._ask_short(subject, side, case, whole)
-        if whole is not None and case.name in self.refused:
+        if whole is not None and case in self.refused:
             return
         for form in FORMS[FORMS.index(self._form(case)) :]:
             if form != self._form(case):
                 self.store.put(f"{STREAMS}/{case.name}", form)
             streamed = next((one for one in self._questions(side, case) if "stream" in one.more), None)
             if streamed is None:
-                self.refused.pop(case.name, None)
+                self.refused.withdraw(case)
                 return
-            self.refused.pop(case.name, None)
+            self.refused.withdraw(case)
             self._ask_short(subject, side, case, streamed)
-            if case.name not in self.refused or side == WITH:
+            if case not in self.refused or side == WITH:
                 return
 
     def _ask_short(self, subject: Subject, side: str, case: Case, question: Question) -> None:
         short = question.params.model_copy(update={"max_tokens": max(1, case.params.min_tokens)})
-        self._answer(subject, side, [(case, None, question._replace(params=short))])
+        self._answer(subject, side, [CaseQuestion(case, None, question._replace(params=short))])
 
-    def _answer(self, subject: Subject, side: str, wanted: Sequence[Wanted]) -> bool:
-        """Keeps the answers, except to tries (index None). False if one is refused, which ends a case that is alone."""
-        names = {case.name for case, _, _ in wanted}
+    def _answer(self, subject: Subject, side: str, requests: Sequence[CaseQuestion]) -> bool:
+        """Keeps the answers, except to tries. False if one is refused, which ends a case that is alone."""
         try:
-            for number, reply in subject.answers([question for _, _, question in wanted]) if wanted else ():
-                case, index, question = wanted[number]
-                if index is None and case in OPTIONAL and reply.pieces and reply.unit != self.store.get(UNIT):
-                    self.refused[case.name] = f"{side} speculation, its answers have {reply.unit}"
-                elif index is None and case in MIXED and case.params.logprobs and reply.logprobs is None:
-                    self.refused[case.name] = f"{side} speculation, its answers have no log-probabilities"
-                elif reply.pieces:
-                    self._check_unit(side, reply.unit)
-                if index is None:
+            for number, reply in subject.answers([one.question for one in requests]) if requests else ():
+                request = requests[number]
+                if request.index is None:
+                    self._judge_try(side, request.case, reply)
                     continue
-                answer = Answer.of(reply)
-                if side == WITH and _token_ids(question.prompt) is None:
-                    self._check_prompt(Answer(*self.store[_key(WITHOUT, case, index)]), answer)
-                self.store.put(_key(side, case, index), list(answer))
-                self.asked_with += side == WITH
-                self.progress(f"{side} speculation, {case.name}", 1)
+                if reply.pieces:
+                    self._check_unit(side, reply.unit)
+                self._keep(side, request, Answer.of(reply))
         except RefusedError as error:
-            if len(names) == 1:
-                (name,) = names
-                self.refused[name] = f"{side} speculation, {error.what}"
+            cases = {one.case.name: one.case for one in requests}
+            if len(cases) == 1:
+                (case,) = cases.values()
+                self.refused.add(case, f"{side} speculation, {error.what}")
                 if side == WITH and error.status in FAILURES:
-                    self.failed.add(name)
+                    self.refused.failures.add(case.name)
             return False
         return True
+
+    def _judge_try(self, side: str, case: Case, reply: Reply) -> None:
+        if case in OPTIONAL and reply.pieces and reply.unit != self.store.get(UNIT):
+            self.refused.add(case, f"{side} speculation, its answers have {reply.unit}")
+        elif case in MIXED and case.params.logprobs and reply.logprobs is None:
+            self.refused.add(case, f"{side} speculation, its answers have no log-probabilities")
+        elif reply.pieces:
+            self._check_unit(side, reply.unit)
+
+    def _keep(self, side: str, request: CaseQuestion, answer: Answer) -> None:
+        if side == WITH and _token_ids(request.question.prompt) is None:
+            self._check_prompt(Answer(*self.store[_key(WITHOUT, request.case, request.index)]), answer)
+        self.store.put(_key(side, request.case, request.index), list(answer))
+        self.asked_with += side == WITH
+        self.progress(f"{side} speculation, {request.case.name}", 1)
 
     def _check_unit(self, side: str, unit: str) -> None:
         if UNIT not in self.store:
@@ -292,7 +295,7 @@ class Verification:
     def _asked(self, cases: Sequence[Case] = ()) -> Iterator[Asked]:
         # what both sides answered: everything, or these cases
         for case in cases or self.plan.cases:
-            if case.name in self.refused or case not in self.plan.cases:
+            if case in self.refused or case not in self.plan.cases:
                 continue
             each = self._questions(WITH, case), self._answers(WITHOUT, case), self._answers(WITH, case)
             for index, (question, plain, other) in enumerate(zip(*each, strict=True), start=1):
@@ -300,7 +303,7 @@ class Verification:
 
     def _repeated(self) -> Iterator[RuleCheck]:
         """Sides that give a seed's answer again. Rounding lets few of them differ, so only most of them count."""
-        if REPEATED not in self.plan.cases or REPEATED.name in self.refused:
+        if REPEATED not in self.plan.cases or REPEATED in self.refused:
             return
         pairs = [self._answers(side, REPEATED) for side in (WITHOUT, WITH)]
         plain, other = (sum(a.pieces == b.pieces for a, b in zip(one[::2], one[1::2], strict=True)) for one in pairs)
@@ -323,7 +326,7 @@ class Verification:
     def _distributions(self, case: Case) -> DistributionComparison:
         """Both sides' sampled answers to a case, compared as draws from a distribution."""
         prompt, samples, rate = prompt_index(self.plan, case) + 1, self.plan.samples_of(case), self.plan.rate
-        if why := self.refused.get(case.name):
+        if why := self.refused.reasons.get(case.name):
             return DistributionComparison(case=case.name, prompt=prompt, samples=0, refused=why)
         plain, other = ([one.drawn for one in self._answers(side, case)] for side in (WITHOUT, WITH))
         p = p_value(plain, other, rate, seed=crc32(case.name.encode()))
@@ -347,7 +350,7 @@ class Verification:
     def _parted(self) -> Iterator[Place]:
         # (greedy case, prompt, first differing position) of all answers that differ
         for case in (*self.plan.greedy_cases, *self.plan.exact_cases):
-            pairs = [] if case.name in self.refused else self._pairs(case)
+            pairs = [] if case in self.refused else self._pairs(case)
             yield from ((case, index, at) for index, pair in enumerate(pairs) if (at := pair.position) is not None)
 
     def _ask_again(self, subject: Subject, side: str) -> None:
@@ -393,8 +396,8 @@ class Verification:
         if answer.prompt_ids is not None:
             return list(answer.prompt_ids)
         ids = _token_ids(prompt)
-        told = self._told(STOP).prompt_ids.get(repr(prompt)) if ids is None else None  # streams tell none
-        return ids if told is None else list(told)
+        prompt_ids = self._facts(STOP).prompt_ids.get(repr(prompt)) if ids is None else None  # streams tell none
+        return ids if prompt_ids is None else list(prompt_ids)
 
     def _spell(
         self, plain: Subject, places: Mapping[int, tuple[Question, AnswerPair]]
@@ -417,7 +420,7 @@ class Verification:
 
     def _continue(self, plain: Subject, case: Case) -> None:
         """Asks the plain side to go on from each place of a case's answers behind their first difference."""
-        if case.name in self.refused or case not in self.plan.cases:
+        if case in self.refused or case not in self.plan.cases:
             return
         continued, wanted = CONTINUED[case.name], list[tuple[list[int], list[int]]]()
         each = zip(self._questions(WITHOUT, case), self._answers(WITHOUT, case), self._pairs(case), strict=True)
@@ -452,7 +455,7 @@ class Verification:
 
     def _exact(self) -> Iterator[TokenComparison]:
         """Further greedy cases that were not refused, and the pieces of `_continue`."""
-        yield from (self._tokens(case) for case in self.plan.exact_cases if case.name not in self.refused)
+        yield from (self._tokens(case) for case in self.plan.exact_cases if case not in self.refused)
         for case in CONTINUED.values():
             kept = list(takewhile(bool, (self.store.get(_key(WITHOUT, case, index)) for index in count())))
             if kept:
@@ -464,7 +467,7 @@ class Verification:
 
         Seeded differences are unscored: no score says how close a draw was to the edge between two tokens.
         """
-        if why := self.refused.get(case.name):
+        if why := self.refused.reasons.get(case.name):
             return TokenComparison(case=case.name, prompts=len(self._questions(WITH, case)), refused=why)
         return compare_tokens(case, self._pairs(case), self.plan.noise)
 

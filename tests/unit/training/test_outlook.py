@@ -16,7 +16,7 @@ from dflash_serve.models.loader import load_target
 from dflash_serve.models.target import TargetModel
 from dflash_serve.training import loss
 from dflash_serve.training import outlook as module
-from dflash_serve.training.outlook import LiveBytes, outlook, step_memory, told
+from dflash_serve.training.outlook import LiveBytes, outlook, outlook_text, step_memory
 from dflash_serve.training.recipe import TrainingRecipe, load_recipe
 from dflash_serve.training.run import drafter_config, new_drafter
 from dflash_serve.training.shards import Example
@@ -104,7 +104,7 @@ def test_the_recipe_of_gpt_oss_20b_fits_eight_b200(tmp_path: Path, monkeypatch: 
     # At least: 2 operations a weight of the 3.6 billion that a token uses, and 6 a weight of the drafter and a row.
     tokens, rows = 8 * 3072, 8 * 512 * 8
     assert found["step"]["operations"] > 2 * 0.7 * 3.6e9 * tokens + 6 * found["drafter"]["parameters"] * rows
-    assert "hours at 900 TFLOP/s" in told(found)
+    assert "hours at 900 TFLOP/s" in outlook_text(found)
 
 
 def test_a_dry_run_tells_and_writes_nothing(recipe: TrainingRecipe, tmp_path: Path) -> None:
