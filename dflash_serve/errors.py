@@ -84,7 +84,9 @@ def did_you_mean(given: str, known: Iterable[str], *, prefix: str = "") -> str:
     if len(given) > LONGEST:
         return ""
     digits = _digits(given)
-    near = get_close_matches(given, [one for one in known if not digits or digits == _digits(one)], n=1, cutoff=CLOSE)
+    alike = [one for one in known if not digits or digits == _digits(one)]
+    swapped = [one for one in alike if sorted(one) == sorted(given)]  # `heml` for `helm`
+    near = swapped or get_close_matches(given, alike, n=1, cutoff=CLOSE)
     return f"did you mean {prefix}{near[0]}?" if near else ""
 
 

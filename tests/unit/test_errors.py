@@ -27,6 +27,7 @@ def test_what_is_another_thing_is_not_suggested(given: str, known: str) -> None:
         ("z-lab/Qwen3-8B-DFlash-b61", "z-lab/Qwen3-8B-DFlash-b16"),
         ("smollm", "smollm2"),
         ("widht", "width"),
+        ("heml", "helm"),
         ("sglng", "sglang"),
     ],
 )

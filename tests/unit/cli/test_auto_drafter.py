@@ -20,7 +20,7 @@ def _published(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None
     heads = {"markov": {"kind": "vanilla", "rank": 4}}
     refused = {name: {"verdict": "refused", "why": "not here"} for name in ("torch", "sglang")}
     target, drafter = map(str, pair)
-    rows = [
+    rows: list[dict[str, object]] = [
         {"repository": "a/dspark", "target": target, "engines": refused},
         {"repository": drafter, "target": target},
         {"repository": "a/other", "target": "a/target", "kind": "DSpark", "heads": heads, "revision": "0" * 40},
