@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import re
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 
@@ -140,8 +140,12 @@ def smollm2_folder() -> Path:
     Raises:
         UserError: the package is not installed, or the cache cannot be written.
     """
-    gguf = _gguf()
-    folder = cache_home() / f"smollm2-{sha256(gguf)[:16]}"
+    return _converted(_gguf(), cache_home())
+
+
+@cache  # a start asks several times, and each time 0.6 GB would be read for the checksums
+def _converted(gguf: Path, home: Path) -> Path:
+    folder = home / f"smollm2-{sha256(gguf)[:16]}"
     if not _is_sound(folder):
         try:
             _convert(gguf, folder)

@@ -12,7 +12,10 @@ from openai import OpenAI
 
 from dflash_torch.server.api import ChatRequest
 from dflash_torch.server.chat import render_chat
+from tests.house import ROOT
 from tests.support.serving import MODEL, Running, running
+
+EXAMPLE = ROOT / "examples" / "tools.jinja"
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -91,6 +94,20 @@ def test_an_answer_that_is_free_may_call_nothing_and_is_text(client: OpenAI) -> 
 def test_tool_choice_none_answers_as_if_there_were_no_tools(client: OpenAI) -> None:
     plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=12)
     assert chat(client, tool_choice="none", max_tokens=12).choices == plain.choices
+
+
+def test_the_examples_template_offers_tools_and_takes_calls_and_results_back(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", EXAMPLE.read_text())
+    function = {"name": "get_weather", "arguments": '{"city": "Paris", "days": 2}'}
+    called = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    history = [*MESSAGES, called, {"role": "tool", "tool_call_id": "a", "content": "22 degrees"}]
+    body = ChatRequest.model_validate({"model": MODEL, "messages": history, "tools": [WEATHER, CLOCK]})
+    text = render_chat(served.engine.tokenizer, body)
+    assert text.count("<|im_start|>system") == 1
+    assert all(words in text for words in ('"name": "get_weather"', '"arguments": {"', "22 degrees"))
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_calls_and_their_results_go_back_to_the_target(client: OpenAI, served: Running) -> None:
