@@ -1,5 +1,6 @@
 """Options that several verbs share, and the deployment that they describe.
 
+Functions import what they need beside typer, because every verb's `--help` imports this module.
 A verb adds its own default. Where it has bounds of its own, it shares the wording alone.
 """
 
@@ -9,20 +10,19 @@ import os
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from dflash_serve.adapter.arguments import from_words
-from dflash_serve.adapter.protocol import Backend as InstalledBackend
 from dflash_serve.adapter.registry import choose_drafter
 from dflash_serve.cli.grammar import INTERRUPTED, in_todays_words
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.settings import ENV_PREFIX
-from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_serve.adapter.protocol import Backend as InstalledBackend
+    from dflash_serve.deployment.description import Deployment
 
 BUNDLED = "smollm2"  # The target and drafter that need no download
 DEPLOYMENT = "YAML file that describes target, drafter and how to serve them."
@@ -108,6 +108,8 @@ def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[
     Raises:
         UserError: words that are no flags.
     """
+    from dflash_serve.adapter.arguments import from_words
+
     own = {name.replace("_", "-"): context.params[name] for name in named if context.params[name] is not None}
     given = {**from_words(context.meta.get(ENGINE_WORDS, ())), **own}
     return {"engine_args": {backend: given}} if given else {}
@@ -132,6 +134,8 @@ def refuse_ignored(context: typer.Context, names: Iterable[str], why: str, do: s
 
 def names_target(path: Path | None, target: str | None) -> bool:
     """A file, a flag or the environment names a target."""
+    from dflash_serve.common.settings import ENV_PREFIX
+
     return path is not None or target is not None or any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ)
 
 
@@ -177,6 +181,8 @@ def described_pair(
     Raises:
         UserError: as `load_deployment` and `name_drafter`.
     """
+    from dflash_serve.deployment.layers import load_deployment
+
     target = flags["target"]["model"]
     if path is None and (target == BUNDLED or not names_target(path, target)):
         drafter = flags["drafter"]["model"] or BUNDLED

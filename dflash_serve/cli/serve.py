@@ -13,20 +13,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_serve.adapter.launch import HINT, drafting_argument
-from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
 from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.processes import missing_program, require_program
-from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
+
+if TYPE_CHECKING:
+    from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
+    from dflash_serve.deployment.description import Deployment
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
@@ -82,6 +81,10 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
+    from dflash_serve.adapter.launch import HINT, drafting_argument
+    from dflash_serve.common.processes import require_program
+    from dflash_serve.deployment.layers import load_deployment
+
     options.require_target("serve", deployment, target)
     if backend_name != EMBEDDED:
         do = f"leave it out, or serve with --backend {EMBEDDED}"
@@ -185,6 +188,8 @@ class ShownLaunch:
 
 def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
     """The launch as far as it can be shown."""
+    from dflash_serve.common.processes import missing_program
+
     shown = ShownLaunch(backend, launch.deployment, folder, launch.problems)
     try:
         command = launch.command(folder, host=host, port=port)
