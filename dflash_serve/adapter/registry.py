@@ -1,31 +1,34 @@
-"""The registry of installed backends, and the drafter that a backend can serve."""
+"""The registry of installed backends, and the drafter that a backend can serve.
+
+Functions import what they need, because every verb imports this module for its `--help`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import entry_points
-from typing import cast
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, cast
 
-from dflash_serve.adapter.protocol import Backend, InProcessBackend, ServerBackend
-from dflash_serve.adapter.verdicts import verdict
-from dflash_serve.checkpoint.catalogue import (
-    AUTO,
-    RANKED,
-    CataloguedDrafter,
-    able_drafters,
-    drafters_of,
-    unknown_target,
-)
 from dflash_serve.common.extras import absent
-from dflash_serve.deployment.description import BACKEND_GROUP, Deployment, Model
 from dflash_serve.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from dflash_serve.adapter.protocol import Backend, InProcessBackend, ServerBackend
+    from dflash_serve.checkpoint.catalogue import CataloguedDrafter
+    from dflash_serve.deployment.description import Deployment
 
 EMBEDDED = "torch"  # The backend that runs in this process
 
 
 def installed() -> list[str]:
     """Names of the installed backends, sorted."""
-    return sorted(point.name for point in entry_points(group=BACKEND_GROUP))
+    return sorted(_points())
+
+
+def _points() -> dict[str, EntryPoint]:
+    from dflash_serve.deployment.description import BACKEND_GROUP
+
+    return {point.name: point for point in entry_points(group=BACKEND_GROUP)}
 
 
 def backend(name: str) -> Backend:
@@ -34,7 +37,7 @@ def backend(name: str) -> Backend:
     Raises:
         UserError: there is none, or what it needs is not installed.
     """
-    found = {point.name: point for point in entry_points(group=BACKEND_GROUP)}
+    found = _points()
     if name not in found:
         do = did_you_mean(name, found) or f"installed are: {', '.join(sorted(found)) or 'none'}"
         raise UserError(f"no backend {name!r}", where="--backend", do=do)
@@ -51,6 +54,8 @@ def server_backend(name: str) -> ServerBackend:
     Raises:
         UserError: there is none, or only its engine's metrics are known.
     """
+    from dflash_serve.adapter.protocol import ServerBackend
+
     found = backend(name)
     if not isinstance(found, ServerBackend):
         if hasattr(found, "launch") or hasattr(found, "command"):  # the second is what older packages have
@@ -68,7 +73,7 @@ def embedded_backend() -> InProcessBackend:
     Raises:
         UserError: it is not installed.
     """
-    return cast(InProcessBackend, backend(EMBEDDED))
+    return cast("InProcessBackend", backend(EMBEDDED))
 
 
 def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment, str | None]:
@@ -77,6 +82,10 @@ def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment,
     Raises:
         UserError: no published drafter of the target is known, or none that the backend serves.
     """
+    from dflash_serve.adapter.verdicts import verdict
+    from dflash_serve.checkpoint.catalogue import AUTO, able_drafters, drafters_of, unknown_target
+    from dflash_serve.deployment.description import Model
+
     if deployment.drafter is None or deployment.drafter.model != AUTO:
         return deployment, None
     target = deployment.target.model
@@ -104,6 +113,8 @@ def choose_drafter(deployment: Deployment, chosen: Backend) -> tuple[Deployment,
 
 def _why(found: CataloguedDrafter, others: Sequence[CataloguedDrafter]) -> str:
     # What is known of it, and why a drafter of a kind that usually accepts more was passed over.
+    from dflash_serve.checkpoint.catalogue import RANKED
+
     figures = ", ".join(f"{one.value:g} {one.benchmark}" for one in found.acceptance_length)
     why = f"published acceptance {figures}" if figures else "no acceptance of it is published"
     passed = next((one for one in others if RANKED.index(one.kind) < RANKED.index(found.kind)), None)

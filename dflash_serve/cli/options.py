@@ -1,5 +1,6 @@
 """Options that several verbs share, and the deployment that they describe.
 
+Functions import what they need beside typer, because every verb's `--help` imports this module.
 A verb adds its own default. Where it has bounds of its own, it shares the wording alone.
 """
 
@@ -9,20 +10,21 @@ import os
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from dflash_serve.adapter.arguments import from_words
-from dflash_serve.adapter.protocol import Backend as InstalledBackend
 from dflash_serve.adapter.registry import choose_drafter
 from dflash_serve.cli.grammar import INTERRUPTED, in_todays_words
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.settings import ENV_PREFIX, Frozen
-from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import Layers, load_layers
 from dflash_serve.errors import UserError
+
+if TYPE_CHECKING:
+    from dflash_serve.adapter.protocol import Backend as InstalledBackend
+    from dflash_serve.common.settings import Frozen
+    from dflash_serve.deployment.description import Deployment
+    from dflash_serve.deployment.layers import Layers
 
 BUNDLED = "smollm2"  # The target and drafter that need no download
 DEPLOYMENT = "YAML file that describes target, drafter and how to serve them."
@@ -67,7 +69,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result alone: no progress, no remarks.")]
 
-Settings = TypeVar("Settings", bound=Frozen)
+Settings = TypeVar("Settings", bound="Frozen")
 ENGINE_WORDS = "dflash_serve.engine_words"  # Key of a command's context for the words after `--`
 
 
@@ -109,6 +111,8 @@ def engine_arguments(context: typer.Context, backend: str, *named: str) -> dict[
     Raises:
         UserError: words that are no flags.
     """
+    from dflash_serve.adapter.arguments import from_words
+
     own = {name.replace("_", "-"): context.params[name] for name in named if context.params[name] is not None}
     given = {**from_words(context.meta.get(ENGINE_WORDS, ())), **own}
     return {"engine_args": {backend: given}} if given else {}
@@ -139,11 +143,15 @@ def refuse_ignored(context: typer.Context, names: Iterable[str], why: str, do: s
 
 def names_target(path: Path | None, target: str | None) -> bool:
     """A file, a flag or the environment names a target."""
+    from dflash_serve.common.settings import ENV_PREFIX
+
     return path is not None or target is not None or any(name.startswith(f"{ENV_PREFIX}TARGET") for name in os.environ)
 
 
 def names_pair(path: Path | None, target: str | None, drafter: str | None) -> bool:
     """A file, a flag or the environment names a target or a drafter."""
+    from dflash_serve.common.settings import ENV_PREFIX
+
     variables = any(name.startswith(f"{ENV_PREFIX}DRAFTER") for name in os.environ)
     return names_target(path, target) or drafter is not None or variables
 
@@ -203,6 +211,8 @@ def load_described(path: Path | None, flags: Mapping[str, Any], *, quiet: bool) 
     Raises:
         UserError: as `load_layers`.
     """
+    from dflash_serve.deployment.layers import load_layers
+
     layers = load_layers(path, flags)
     if not quiet:
         tell_variables(layers)

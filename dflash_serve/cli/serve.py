@@ -10,21 +10,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_serve.adapter.launch import HINT, drafting_argument
-from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
 from dflash_serve.adapter.registry import EMBEDDED, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.files import remove_temporary, temporary_folder
 from dflash_serve.common.json_log import remark
-from dflash_serve.common.processes import missing_program, require_program
-from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.layers import GivenValue, load_layers
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
+
+if TYPE_CHECKING:
+    from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
+    from dflash_serve.deployment.description import Deployment
+    from dflash_serve.deployment.layers import GivenValue
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
@@ -81,6 +81,10 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
+    from dflash_serve.adapter.launch import HINT, drafting_argument
+    from dflash_serve.common.processes import require_program
+    from dflash_serve.deployment.layers import load_layers
+
     if backend_name == EMBEDDED and not options.names_pair(deployment, target, drafter):
         context.params |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
         if not quiet:
@@ -184,6 +188,8 @@ class ShownLaunch:
 
 def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
     """The launch as far as it can be shown."""
+    from dflash_serve.common.processes import missing_program
+
     shown = ShownLaunch(backend, launch.deployment, folder, [*launch.problems, *launch.problems_here])
     try:
         command = launch.command(folder, host=host, port=port)

@@ -7,7 +7,6 @@ import sys
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from typing import Any
 
@@ -75,6 +74,8 @@ def absent(error: ModuleNotFoundError, extra: str | None = None) -> UserError | 
     Args:
         extra: the missing extra, if known; None = the smallest one that brings the module.
     """
+    from importlib.metadata import PackageNotFoundError, requires  # 50 ms, which `--version` has no use for
+
     module = (error.name or "").partition(".")[0]
     try:
         requirements = requires("dflash-serve") or []

@@ -39,7 +39,8 @@ def build(
     ],
     output: Annotated[Path | None, typer.Option(help="Folder to build in; builds/<recipe> unless named.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the steps and what each needs, and build nothing.")
+        bool,
+        typer.Option("--dry-run", help="List the steps, what each comes after and what it makes, and build nothing."),
     ] = False,
     verify: Annotated[
         bool,

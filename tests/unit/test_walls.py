@@ -115,6 +115,32 @@ def test_the_command_line_answers_at_once(words: tuple[str, ...]) -> None:
     assert {"pydantic", "rich", "yaml", "numpy", "dflash_serve.cli.options"} & imported == set()
 
 
+def test_the_help_of_serve_reads_no_model_of_a_deployment() -> None:
+    """typer brings pydantic; what takes long is to make our models of it, and every verb would pay for it."""
+    code = "import sys; sys.argv = ['dflash-serve', 'serve', '--help']\nfrom dflash_serve.cli.main import app\n"
+    code += "try:\n    app()\nfinally:\n    print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert {"yaml", "rich", "numpy", "dflash_serve.common.settings"} & imported == set()
+    assert {name for name in imported if name.startswith("dflash_serve.deployment.")} == set()
+
+
+def test_completion_knows_verbs_and_their_options(tmp_path: Path) -> None:
+    words = {
+        "": ("serve", "certify", "build"),
+        "serve --dr": ("--dry-run",),
+        "top --u": ("--url",),
+        "ins": ("inspect",),
+    }
+    for typed, expected in words.items():
+        line = f"dflash-serve {typed}"
+        place = str(len(line.split()) - (0 if line.endswith(" ") else 1))
+        asked = {"_DFLASH_SERVE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": place}
+        command = [sys.executable, "-m", "dflash_serve"]
+        done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+        assert (set(expected) <= set(done.stdout.split()), done.stderr) == (True, ""), (typed, done.stdout)
+
+
 def test_variables_are_read_by_pydantic_settings_where_one_is_set_alone() -> None:
     code = "import sys; from dflash_serve.deployment.layers import load_deployment as load\n"
     code += "load(None, {'target': {'model': 'smollm2'}}); sys.exit('pydantic_settings' in sys.modules)"

@@ -335,6 +335,13 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
     assert list((tmp_path / "here").iterdir()) == []
 
 
+def test_the_help_has_the_first_sentence_of_every_verb() -> None:
+    told = " ".join(invoke("--help").stdout.split())
+    for verb in VERBS:
+        sentence = GROUP.commands[verb].help.split("\n")[0].split(". ")[0].rstrip(".")
+        assert f" {verb} {sentence}." in told
+
+
 def test_help_needs_no_folder_for_temporary_files() -> None:
     """As in a container whose file system is read-only."""
     no_folder = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']"
