@@ -22,7 +22,7 @@ from dflash_serve.common.json_log import remark
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 if TYPE_CHECKING:
-    from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
+    from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile, ServerBackend
     from dflash_serve.deployment.description import Deployment
     from dflash_serve.deployment.layers import GivenValue
 
@@ -81,8 +81,6 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
-    from dflash_serve.adapter.launch import HINT, drafting_argument
-    from dflash_serve.common.processes import require_program
     from dflash_serve.deployment.layers import load_layers
 
     if backend_name == EMBEDDED and not options.names_pair(deployment, target, drafter):
@@ -91,29 +89,20 @@ def serve(
             print(remark(BUNDLED_PAIR, log_format or "text"), file=sys.stderr)
     else:
         options.require_target("serve", deployment, target)
-    if backend_name != EMBEDDED:
-        do = f"leave it out, or serve with --backend {EMBEDDED}"
-        options.refuse_ignored(context, OWN, "only the embedded engine's server has it", do)
-    if not dry_run:
-        options.refuse_ignored(context, ("as_json", "show_files"), "only a dry run has it", "add --dry-run")
+    _refuse_ignored(context, embedded=backend_name == EMBEDDED, dry_run=dry_run)
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
     layers = load_layers(deployment, flags)
     chosen = name_drafter(layers.deployment, backend, quiet=quiet)
     if not quiet and not dry_run:
         options.tell_variables(layers)
-    if not quiet and drafting_argument(backend, chosen) is None:
-        if chosen.speculation.width == "off" and chosen.drafter is not None:
-            print(remark(DRAFTER_UNUSED, chosen.serving.log_format), file=sys.stderr)
-        if chosen.speculation.width != "off" and chosen.drafter is None:
-            print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
+    if not quiet and (why := _plain_because(chosen, backend)):
+        print(remark(why, chosen.serving.log_format), file=sys.stderr)
     launch = backend.launch(chosen)
     if dry_run:
-        shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
-        shown = replace(shown, given=layers.given)
+        shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port, layers.given)
         return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
-    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
-    require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
+    _require_startable(launch, backend.name, host, port)
     folder = prepared(launch, folder)
     try:
         if not quiet:
@@ -122,6 +111,33 @@ def serve(
     except (UserError, KeyboardInterrupt):  # an embedded server that has started removes it itself
         remove_temporary(folder)
         raise
+
+
+def _refuse_ignored(context: typer.Context, *, embedded: bool, dry_run: bool) -> None:
+    if not embedded:
+        do = f"leave it out, or serve with --backend {EMBEDDED}"
+        options.refuse_ignored(context, OWN, "only the embedded engine's server has it", do)
+    if not dry_run:
+        options.refuse_ignored(context, ("as_json", "show_files"), "only a dry run has it", "add --dry-run")
+
+
+def _plain_because(deployment: Deployment, backend: ServerBackend) -> str | None:
+    # why it serves without speculation; None: it speculates, or neither was asked for
+    from dflash_serve.adapter.launch import drafting_argument
+
+    if drafting_argument(backend, deployment) is not None:
+        return None
+    if deployment.speculation.width == "off":
+        return None if deployment.drafter is None else DRAFTER_UNUSED
+    return WITHOUT_DRAFTER if deployment.drafter is None else None
+
+
+def _require_startable(launch: Launch, backend_name: str, host: str, port: int) -> None:
+    from dflash_serve.adapter.launch import HINT
+    from dflash_serve.common.processes import require_program
+
+    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
+    require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend_name)
 
 
 def prepared(launch: Launch, folder: Path | None) -> Path:
@@ -186,11 +202,14 @@ class ShownLaunch:
     given: Sequence[GivenValue] = ()
 
 
-def shown_launch(backend: str, launch: Launch, folder: Path, host: str, port: int) -> ShownLaunch:
-    """The launch as far as it can be shown."""
+def shown_launch(
+    backend: str, launch: Launch, folder: Path, host: str, port: int, given: Sequence[GivenValue] = ()
+) -> ShownLaunch:
+    """The launch as far as it can be shown; `given` does not come from the deployment's file."""
     from dflash_serve.common.processes import missing_program
 
-    shown = ShownLaunch(backend, launch.deployment, folder, [*launch.problems, *launch.problems_here])
+    problems = [*launch.problems, *launch.problems_here]
+    shown = ShownLaunch(backend, launch.deployment, folder, problems, given=given)
     try:
         command = launch.command(folder, host=host, port=port)
         shown = replace(shown, command=command)
