@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from dflash_engines.recipe import load_recipe
 from dflash_serve.checkpoint.catalogue import catalogue
-from dflash_serve.checkpoint.source import drafter_folder, probably_meant, target_folder
+from dflash_serve.checkpoint.source import BUNDLED_CONFIGURATION, drafter_folder, probably_meant, target_folder
 from dflash_serve.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[3] / "engines" / "recipes").glob("*.yaml"))
@@ -99,3 +100,14 @@ def test_every_drafter_of_the_recipes_is_known() -> None:
     assert {
         str(recipe.deployment.drafter and recipe.deployment.drafter.model) for recipe in map(load_recipe, RECIPES)
     } <= known
+
+
+@pytest.mark.model
+def test_the_configuration_of_the_bundled_target_is_that_of_its_conversion() -> None:
+    """A dry run describes the target by it, without the package or PyTorch."""
+    shipped, converted = (
+        json.loads((folder / "config.json").read_text()) for folder in (BUNDLED_CONFIGURATION, target_folder("smollm2"))
+    )
+    assert shipped == {
+        name: converted[name] for name in converted.keys() - {"_model_name_or_path", "transformers_version"}
+    }
