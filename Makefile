@@ -112,6 +112,11 @@ SGLANG_SERVERS := $(patsubst %,tests/sglang/test_%.py,eagle3 heads_server smollm
 test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/$(PYTEST) tests/sglang $(SGLANG_CONTRACT)
 
+# Two halves of a disaggregated pair, which hand over their K/V by NIXL (69 MB are fetched once): several minutes, 6 GB.
+.PHONY: test-distributed
+test-distributed: .venv-sglang/ready
+	DFLASH_SERVE_TEST_DISTRIBUTED=1 $(SGLANG_BIN)/$(PYTEST) -o timeout=1800 tests/sglang/test_pair_servers.py
+
 sglang-contract: .venv-sglang/ready
 	$(SGLANG_BIN)/$(PYTEST) $(SGLANG_SERVERS:%=--ignore=%) tests/sglang $(SGLANG_CONTRACT)
 

@@ -47,7 +47,7 @@ AT_ONCE = 3
 """Servers side by side, of 3 GB each: most of a start is one thread that imports."""
 CROWD = 16
 """Requests that a server of SmolLM2 takes at once."""
-OF_REQUEST = ("return_logprob", "rid")
+OF_REQUEST = ("return_logprob", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 """Fields that stand beside the sampling parameters."""
 
 
