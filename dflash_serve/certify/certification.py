@@ -2,17 +2,20 @@
 
 For whole blocks, then for `auto`: a verification of the size that fits, then rounds of all loads until each is decided
 or the pair's share of the time is over. The plain server runs beside the speculating one, or in turn with it where a
-server takes all of a device's memory.
+server takes all of a device's memory. A server gets the time that is left to start. No run of aiperf begins that would,
+as far as was measured, end later.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +27,7 @@ from dflash_serve.answers.prompts import BUNDLED, prompts_digest, read_prompt_se
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, BenchSettings, slug
+from dflash_serve.certify.budget import CHARACTERS, FEWEST_PROMPTS, IN_FLIGHT, Speed, largest_plan, run_seconds, work_of
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome
 from dflash_serve.checkpoint.catalogue import catalogue
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
@@ -36,28 +40,25 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.verify.questions import FEWEST, WITH, WITHOUT, VerifyPlan
+from dflash_serve.verify.questions import WITH, WITHOUT, VerifyPlan
 from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair
-from dflash_serve.verify.verification import Verification
+from dflash_serve.verify.verification import CONTEXT, Verification
 
 ROUNDS = 5  # Most rounds of a load
-RUN_SECONDS = 15.0  # Intended length of one run of aiperf, whose own start takes about 10 s
-IN_FLIGHT = 16  # Requests in flight while answers are verified
+RUN_SECONDS = 15.0  # Intended length of one run of aiperf, without `AIPERF_SECONDS`
 VERIFY_SHARE = 0.4  # Largest share of a pair's time for its verification
-FEWEST_PROMPTS = 8  # Fewest prompts of a verification, even if they take longer than its share
 CAPTURED = re.compile(r"(?i)captur.*graph|graph.*captur")
 LONGEST_LINE = 300
 """Characters of a log line about CUDA graphs; SGLang's line of all its arguments is longer and has the same words."""
-SAMPLES = (1024, 512, 256, 128, FEWEST)
-SAMPLED_COST = 120
-"""Tokens of time for one sample of every case, prompts included: see `verify.questions.SAMPLED`."""
-LONG_SHARE, LONGEST = 0.2, 2048  # Largest share of a verification's time for its long answers, and their most tokens
-LONG_ANSWERS = 4  # Two prompts on two sides
+RATED_TOKENS, RATED_CHARACTERS = 16, 2048  # Of the answers, and of the prompt, by which a server's speed is measured
 DOCTOR_PROMPTS, DOCTOR_TOKENS = 8, 32  # Prompts of an examination, and the length of their longest answer
+STARTS_IN_TURN = 7  # Of a pair, one server at a time: two to measure speeds, one to verify, four in three rounds
+UNLIMITED = Speed(math.inf, math.inf, math.inf)
+DOCTOR_SECONDS = 60.0  # The doctor is not asked in less time
 
 
 class OutOfTimeError(Exception):
-    """The time is used up; everything finished is kept."""
+    """The time is used up, or too little for the next step is left; everything finished is kept."""
 
 
 class Certification:
@@ -66,17 +67,22 @@ class Certification:
     Args:
         settings: of the bench of every pair, but for `variants`, `rounds`, `requests_per_user` and `output`.
         store: finished verifications, chosen sizes, facts and the time that was spent.
+
+    Attributes:
         tell: gets one line about each step.
 
     Raises:
         UserError: a mistake in the settings, or a deployment with problems; nothing is started then.
     """
 
-    def __init__(self, settings: BenchSettings, minutes: float, store: Store, tell: Callable[[str], None]) -> None:
-        self.settings, self.store, self.tell = settings, store, tell
+    def __init__(self, settings: BenchSettings, minutes: float, store: Store) -> None:
+        self.settings, self.store = settings, store
+        self.tell: Callable[[str], None] = lambda line: None
         self.seconds, self.work = 60 * minutes, settings.output / "work"
         self._before, self._start = float(store.get("spent", 0.0)), time.monotonic()
         self._longest = self._last = 0.0  # Seconds of the longest run of aiperf; time of the last one's end
+        self._rated = count()  # Begins each long prompt, so that no server has it in its prefix cache
+        self.doing = "reading the deployment"  # The step that runs
         bundled = settings.dataset == str(settings.output / BUNDLED.name)
         self.left_out = ["prompts of yours (--dataset)"] if bundled else []
         self.benches: dict[str, Bench] = {}
@@ -100,6 +106,29 @@ class Certification:
         """Seconds of the budget, over all runs of an interrupted certification."""
         return self._before + time.monotonic() - self._start
 
+    @property
+    def progress(self) -> str:
+        """The step that runs, and the time."""
+        return f"{self.doing}; {self.spent / 60:.1f} of {self.seconds / 60:g} minutes"
+
+    @property
+    def needed(self) -> float:
+        """Seconds that a verdict needs at least: starts, the fewest questions, and `DECIDING` rounds of all loads.
+
+        What is not known yet counts as nothing.
+        """
+        pairs = len(self.benches)
+        starts = pairs + 1 if self.together else STARTS_IN_TURN * pairs
+        known = [Speed(*self.store[f"speed {name}"]) for name in self.variants if f"speed {name}" in self.store]
+        speed = min(known, default=UNLIMITED)
+        asked = speed.seconds(work_of(self._least(), self.prompts, self._context(OFF))) if known else 0.0
+        return starts * self._start_seconds + pairs * (asked + 2 * DECIDING * sum(self._runs(speed)))
+
+    def _runs(self, speed: Speed) -> list[float]:
+        each = {"requests_per_user": self.store.get("requests per user", 1)}
+        settings = self.settings.model_copy(update=each)
+        return [run_seconds(settings, users, speed) for users in settings.concurrency]
+
     def check(self, until: float) -> None:
         """Keeps the time that was spent.
 
@@ -116,6 +145,8 @@ class Certification:
         Raises:
             UserError: a server or aiperf failed; finished results are kept.
         """
+        if self.needed > self.seconds:
+            self.tell(self._told_needed("the fewest runs of aiperf take"))
         try:
             for number, word in enumerate(self.benches):
                 share = (self.seconds - self.spent) / (len(self.benches) - number)
@@ -136,25 +167,31 @@ class Certification:
     def _pair(self, word: str, until: float) -> None:
         self.benches[word].open_stores()  # what an interrupted run has finished counts even if no time is left
         (name,) = self.benches[word].variants.keys() - {OFF}
-        if f"rate {name}" not in self.store:
-            rates = [self._rate(self._url(one)) for one in (name, OFF)]
-            self.store.put(f"rate {name}", min(rates))
-        rate = self.store[f"rate {name}"]
+        if f"speed {name}" not in self.store:
+            one, plain = (self._speed(self._url(each), each) for each in (name, OFF))
+            self.store.put(f"speed {name}", [min(pair) for pair in zip(one, plain, strict=True)])
+        speed = Speed(*self.store[f"speed {name}"])
         if "requests per user" not in self.store:  # the same for both pairs, and after an interruption
-            seconds = max(self.settings.concurrency) * self.settings.max_tokens / rate
+            seconds = max(self.settings.concurrency) * self.settings.max_tokens / speed.together
             self.store.put("requests per user", max(1, min(8, round(RUN_SECONDS / seconds))))
+            self.tell(self._told_needed(f"at {speed.together:.0f} tokens/s a verdict takes about"))
         if f"verified {name}" not in self.store:
-            seconds = VERIFY_SHARE * (until - self.spent)
-            self.store.put(f"verified {name}", self._verified(name, rate * seconds))
+            self.store.put(f"verified {name}", self._verified(name, speed, VERIFY_SHARE * (until - self.spent)))
         if self.store[f"verified {name}"]["findings"]["verdict"] == "not lossless":
             return  # which decides the verdict, whatever the speed
+        self._longest = self._longest or max(self._runs(speed))
         for rounds in range(1, ROUNDS + 1):
             self.check(until - self._longest)
             self.benches[word], self._last = self._bench(word, rounds), self.spent
-            self.benches[word].run(lambda run, *_: self._ran(run, until))
+            self.doing = f"measuring {name}: round {rounds} of at most {ROUNDS}"
+            self.benches[word].run(lambda run, done, of: self._ran(run, until))
             ratios = self.benches[word].report().loads[name]
             if all(outcome(each) in (FASTER, SLOWER) for each in ratios):
                 break
+
+    def _told_needed(self, what: str) -> str:
+        told, given = f"{what} {self.needed / 60:.1f} minutes", f"{self.seconds / 60:g}"
+        return f"{told} of {given}" if self.needed <= self.seconds else f"{told}; what exceeds {given} is left out"
 
     def _ran(self, run: Run, until: float) -> None:
         self.tell(f"{run}: {run.throughput:.1f} tokens/s")
@@ -168,6 +205,7 @@ class Certification:
     def _url(self, name: str) -> str:
         """The URL of a variant's server, which is started and warmed up if it does not run."""
         if name not in self.running:
+            self.check(self.seconds)
             if name != OFF or not self.together:
                 self._stop(but=OFF if self.together else None)
             stack, folder, before = (
@@ -175,8 +213,17 @@ class Certification:
                 self.work / "servers" / slug(name),
                 (query_gpus("memory.used"), host_mib()),
             )
-            env, start = self._env, time.monotonic()
-            url = stack.enter_context(running_server(self.backend, self.variants[name], folder, env=env))
+            self.doing = f"starting the server of {name}"
+            left, env, start = self.seconds - self.spent, self._env, time.monotonic()
+            one = running_server(self.backend, self.variants[name], folder, env=env, patience=left)
+            try:
+                url = stack.enter_context(one)
+            except UserError as error:
+                if self.spent < self.seconds:
+                    raise
+                if self._start_seconds:
+                    raise OutOfTimeError from None
+                raise UserError(error.what, where=error.where, do="give it more --minutes") from None
             self.running[name], log = (stack, url), folder / "server.log"
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             self._seen(
@@ -187,15 +234,34 @@ class Certification:
                 graphs=[line[-160:] for line in lines if CAPTURED.search(line) and len(line) <= LONGEST_LINE][-1:],
                 context=Endpoint(url).context,
             )
-            self._rate(url)
+            self._speed(url, name)  # a warm-up
         return self.running[name][1]
 
-    def _rate(self, url: str) -> float:
-        """Tokens/s of short answers at the largest load."""
-        users, params = max(self.settings.concurrency), SamplingParams(temperature=0, max_tokens=16)
-        start, asked = time.monotonic(), [(f"Count to {number} in words.", params) for number in range(users)]
-        list(Endpoint(url, concurrency=users).complete_all(asked))
-        return users * 16 / (time.monotonic() - start)
+    @property
+    def _start_seconds(self) -> float:
+        seen = (self.store.get(f"server {name}", {}) for name in self.variants)
+        return max((float(each.get("start_seconds", 0.0)) for each in seen), default=0.0)
+
+    def _context(self, name: str) -> int:
+        known: int | None = self.store.get(f"server {name}", {}).get("context")
+        return known or CONTEXT
+
+    def _speed(self, url: str, name: str) -> Speed:
+        self.doing = f"asking {name} for its speed"
+        users, length = max(self.settings.concurrency), min(RATED_CHARACTERS, self._context(name) // 2)
+        texts = [f"Count to {number} in words." for number in range(users)]
+        (alone, _), (together, _) = (self._timed(url, each, RATED_TOKENS) for each in (texts[:1], texts))
+        long = f"{next(self._rated)}. {texts[0] * length}"[:length]  # No token is shorter than a character
+        prompt, read = self._timed(url, [long], 1)
+        return Speed(RATED_TOKENS / alone, users * RATED_TOKENS / together, read / prompt)
+
+    def _timed(self, url: str, texts: list[str], tokens: int) -> tuple[float, int]:
+        """Seconds until all are answered at once, and the tokens of the prompts."""
+        start, params, read = time.monotonic(), SamplingParams(temperature=0, max_tokens=tokens), 0
+        for reply in Endpoint(url, concurrency=len(texts)).complete_all([(text, params) for text in texts]):
+            read += len(reply.prompt_ids or texts[0][::CHARACTERS])
+            self.check(self.seconds)
+        return time.monotonic() - start, read
 
     def _stop(self, but: str | None = None) -> None:
         """Ends all servers but one, and notes which metrics they had."""
@@ -208,11 +274,16 @@ class Certification:
     def _seen(self, name: str, **facts: Any) -> None:
         self.store.put(f"server {name}", self.store.get(f"server {name}", {}) | facts)
 
-    def _verified(self, name: str, tokens: float) -> dict[str, Any]:
-        kept = self.store.get(f"plan {name}")
-        plan = self._plan(tokens) if kept is None else VerifyPlan.model_validate(kept)
+    def _verified(self, name: str, speed: Speed, seconds: float) -> dict[str, Any]:
+        kept, context = self.store.get(f"plan {name}"), self._context(OFF)
+        found = largest_plan(self._least(), self.prompts, context, speed, seconds) if kept is None else kept
+        plan = VerifyPlan.model_validate(found)
         self.store.put(f"plan {name}", plan.model_dump(mode="json"))
-        self.tell(f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side")
+        work = work_of(plan, self.prompts, context)
+        self.tell(
+            f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side; about {work.answers} answers and "
+            f"{speed.seconds(work) / 60:.1f} minutes"
+        )
         described = {
             side: {"backend": self.backend.name, "deployment": self.variants[one].model_dump_json()}
             for side, one in ((WITH, name), (WITHOUT, OFF))
@@ -224,26 +295,30 @@ class Certification:
 
         speculating, plain = (partial(subject, one) for one in (name, OFF))
         pair = SubjectPair(speculating, plain, described, plan.dtype, lambda: self.store[f"server {name}"]["context"])
-        run = Verification(plan, self.prompts, pair, answers, lambda *_: self.check(self.seconds))
+        done = 0
+
+        def answered(_: str, number: int) -> None:
+            nonlocal done
+            done += number
+            self.doing = f"verifying {name}: {done} of about {work.answers} answers"
+            self.check(self.seconds)
+
+        run = Verification(plan, self.prompts, pair, answers, answered)
         with closing(answers):
             found = run.run().model_dump(mode="json")
         self.tell(f"verify {name}: {found['verdict']}")
         return {"plan": plan.model_dump(mode="json"), "findings": found}
 
-    def _plan(self, tokens: float) -> VerifyPlan:
-        """The largest verification that takes so many tokens; the least one decides greedy decoding alone."""
-        exact, longest = self.variants[OFF].hardware.dtype == "float32", min(128, self.settings.max_tokens)
-        each, prompts = 2 * 2 * longest, len(self.prompts)  # 2 cases, 2 sides
-        long = min(LONGEST, int(LONG_SHARE * tokens / LONG_ANSWERS))
-        left = tokens - LONG_ANSWERS * long
-        samples = next((count for count in SAMPLES if each * prompts + count * SAMPLED_COST <= left), 0)
+    def _least(self) -> VerifyPlan:
+        """The smallest verification, which decides greedy decoding alone."""
+        exact = self.variants[OFF].hardware.dtype == "float32"
         return VerifyPlan(
-            prompts=prompts if samples else min(prompts, max(FEWEST_PROMPTS, int(left / each))),
+            prompts=min(len(self.prompts), FEWEST_PROMPTS),
             prompts_sha256=prompts_digest(self.prompts),
             chat_template_kwargs=self.settings.chat_template_kwargs,
-            max_tokens=longest,
-            samples=samples,
-            long_tokens=long if long > longest else 0,
+            max_tokens=min(128, self.settings.max_tokens),
+            samples=0,
+            long_tokens=0,
             dtype="float32" if exact else "bfloat16",
             same_seeds=exact and self.backend.name == EMBEDDED,
         )
@@ -251,6 +326,9 @@ class Certification:
     def _doctor(self) -> dict[str, Any]:
         """The doctor's verdict on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
         (name,) = self.benches[FIXED].variants.keys() - {OFF}
+        self.doing = "asking the doctor"
+        if self.seconds - self.spent < DOCTOR_SECONDS:
+            return {"verdict": UNKNOWN, "sentences": ["there was no time to ask (--minutes)"]}
         self.tell("acceptance is low: asking the doctor")
         suspect: dict[str, Any] = {"url": self._url(name)}
         if not self.together:  # its own engine needs the memory
@@ -259,7 +337,7 @@ class Certification:
         sentences, verdicts = list[str](), list[str]()
         asked = self.prompts[:DOCTOR_PROMPTS]
         for number, about in enumerate((suspect, {})):
-            output, left = self.work / f"doctor-{number}.json", max(60.0, self.seconds - self.spent)
+            output, left = self.work / f"doctor-{number}.json", max(1.0, self.seconds - self.spent)
             again = output.with_name(f"{output.name}.partial.jsonl").exists()
             try:
                 examine_apart(
@@ -302,6 +380,7 @@ class Certification:
             doctor=self.store.get("doctor"),
             not_tested=[*self.left_out, *self._missing(loads)],
             minutes=round(self.spent / 60, 1),
+            needed_minutes=round(self.needed / 60, 1),
         )
 
     def _missing(self, loads: Mapping[str, list[LoadRatio]]) -> Iterator[str]:

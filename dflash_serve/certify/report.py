@@ -58,6 +58,7 @@ class Measurements(Frozen):
     doctor: dict[str, Any] | None  # Its verdict and sentences
     not_tested: list[str]
     minutes: float
+    needed_minutes: float | None = None  # That a verdict needs at least on this machine
 
     @property
     def whole(self) -> str:
@@ -110,7 +111,7 @@ class Certificate(Measurements):
 
     verdict: str
     lines: list[str]
-    width: str
+    width: str | None  # None = no width was measured in enough rounds
     max_batch_size: int | None
     start: dict[str, str]
     """Environment from which `width: auto` starts with the survival that was measured."""
@@ -133,11 +134,17 @@ def conclude(found: Measurements) -> Certificate:
     if lossless is False or found.wrong or slower:
         verdict = REFUSED
     name = OFF if slower else _best_width(found)
-    cap, width = _cap(found, name), name.removeprefix("fixed ")
+    cap = None if name is None else _cap(found, name)
+    width = None if name is None else name.removeprefix("fixed ")
+    sound = f" ({found.low_length}; the server accepts what the reference does)" if found.low_length else ""
+    nothing = f"nothing was found{sound}" if found.points else "not known, no load was measured"
+    advice = "nothing is recommended" if width is None else f"recommended: width {width}"
+    advice += f", at most {cap} requests at once" if cap else ""
+    if verdict == UNKNOWN and (found.needed_minutes or 0) > found.minutes:
+        advice += f"; a verdict needs at least {found.needed_minutes:.0f} minutes here (--minutes)"
     # Reasons stand in the report alone, so that the line can be read.
     of_verify = (text.partition(" (")[0] for each in found.verifications.values() for text in each["findings"]["scope"])
     untested = dict.fromkeys([*found.not_tested, *of_verify])
-    sound = f" ({found.low_length}; the server accepts what the reference does)" if found.low_length else ""
     lines = [
         line,
         *(
@@ -145,8 +152,8 @@ def conclude(found: Measurements) -> Certificate:
             + ("; ".join(f"{ratio} at {ratio.users}: {outcome(ratio)}" for ratio in ratios) or "not measured")
             for each, ratios in found.loads.items()
         ),
-        f"{verdict}; recommended: width {width}" + (f", at most {cap} requests at once" if cap else ""),
-        f"wrong: {'; '.join(found.wrong) or 'nothing was found' + sound}",
+        f"{verdict}; {advice}",
+        f"wrong: {'; '.join(found.wrong) or nothing}",
         f"not tested: {'; '.join(untested) or 'nothing was left out'}",
     ]
     told = [point["acceptance"]["survival"] or [] for point in found.points if point["variant"] == found.whole]
@@ -173,13 +180,16 @@ def _lossless(found: Measurements) -> tuple[bool | None, str]:
     return None, f"could not tell whether it is lossless: {'; '.join(open_)}"
 
 
-def _best_width(found: Measurements) -> str:
-    # `auto`, unless whole blocks are faster than it in every round at every load
-    auto, fixed = ({each.users: each for each in found.loads.get(name, ())} for name in (AUTO, found.whole))
-    better = [
-        one.rounds >= DECIDING and users in auto and one.lowest > auto[users].highest for users, one in fixed.items()
-    ]
-    return found.whole if AUTO not in found.loads or (better and all(better)) else AUTO
+def _best_width(found: Measurements) -> str | None:
+    # `auto`, unless whole blocks are faster than it in every round at every load; None = neither was measured enough
+    decided = {name: {r.users: r for r in many if r.rounds >= DECIDING} for name, many in found.loads.items()}
+    auto, fixed = decided.get(AUTO, {}), decided[found.whole]
+    if not auto:
+        faster = any(outcome(each) == FASTER for each in fixed.values())
+        return found.whole if faster or (fixed and AUTO not in found.loads) else None
+    better = [users in auto and one.lowest > auto[users].highest for users, one in fixed.items()]
+    every = len(fixed) == len(found.loads[found.whole])
+    return found.whole if better and all(better) and every else AUTO
 
 
 def _cap(found: Measurements, name: str) -> int | None:

@@ -18,6 +18,7 @@ from dflash_serve.adapter.registry import EMBEDDED
 from dflash_serve.answers.prompts import BUNDLED, read_prompt_set
 from dflash_serve.cli import bench as sweep
 from dflash_serve.cli import options
+from dflash_serve.cli.progress import progress_shown
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.provenance import versions
@@ -84,10 +85,6 @@ def _certified(given: dict[str, Any]) -> Any:
     find_aiperf()
     made_by = {**settings.model_dump(mode="json", exclude={"output"}), "versions": versions()}
 
-    def tell(line: str) -> None:
-        if not given["quiet"]:
-            typer.echo(line, err=True)
-
     with resumable(output / JSON, made_by, "finished steps", resume=given["resume"]) as store:
         if not given["resume"]:
             shutil.rmtree(output / "work", ignore_errors=True)  # a new certification measures everything anew
@@ -95,4 +92,6 @@ def _certified(given: dict[str, Any]) -> Any:
             turns = [prompt[0] for prompt in read_prompt_set() if len(prompt) == 1]
             lines = (json.dumps({"prompt": turn["content"]}) for turn in turns if isinstance(turn, Mapping))
             write_whole(Path(settings.dataset), "\n".join(lines) + "\n")
-        return conclude(Certification(settings, given["minutes"], store, tell).run())
+        run = Certification(settings, given["minutes"], store)
+        with progress_shown(lambda: run.progress, quiet=given["quiet"]) as run.tell:
+            return conclude(run.run())

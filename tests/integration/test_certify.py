@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dflash_serve.answers.engine import template_variables
 from dflash_serve.bench.aiperf import Aiperf, Job
-from dflash_serve.certify import certification
+from dflash_serve.certify import budget, certification
+from dflash_serve.certify.certification import Certification
 from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.doctor.examiner import examine_apart
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_torch.engine import EmbeddedEngine
 from tests.support import broken_loops
@@ -58,14 +62,20 @@ class Site:
     def __init__(self, folder: Path, folders: Folders, speculating: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.jobs, self.gain = folder, list[Job](), dict[str, float](GAIN)
         self.started, self.most = list[str](), 0
+        self.start_seconds = self.passed = 0.0  # of a start, and those that passed beside the real ones
         self.stop_after: int | None = None
         self.monkeypatch = monkeypatch
         plain = tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS)
         alive = 0
 
         @contextmanager
-        def server(_backend: Any, one: Deployment, place: Path, *, env: Mapping[str, str]) -> Iterator[str]:
+        def server(
+            _backend: Any, one: Deployment, place: Path, *, env: Mapping[str, str], patience: float
+        ) -> Iterator[str]:
             nonlocal alive
+            self.passed += min(patience, self.start_seconds)
+            if patience < self.start_seconds:
+                raise UserError(f"the server is not ready after {patience:g} s", where=str(place / "server.log"))
             place.mkdir(parents=True, exist_ok=True)
             (place / "server.log").write_text(f"captured 3 CUDA graphs in 0.1 s\n{ARGUMENTS}\n")
             self.started.append(str(one.speculation.width))
@@ -86,8 +96,10 @@ class Site:
             return measure(aiperf, job)
 
         monkeypatch.setattr(certification, "running_server", server)
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.passed)
+        monkeypatch.setattr(certification, "time", clock)
         monkeypatch.setattr(Aiperf, "run", run)
-        monkeypatch.setattr(certification, "SAMPLES", ())  # greedy decoding alone: `verify` has tests of its own
+        monkeypatch.setattr(budget, "SAMPLES", ())  # greedy decoding alone: `verify` has tests of its own
         self.file, self.prompts = folder / "deployment.yaml", folder / "prompts.jsonl"
         self.file.write_text(
             f"target: {{model: {folders[0]}}}\ndrafter: {{model: {folders[1]}}}\n"
@@ -100,9 +112,10 @@ class Site:
         assert found is not None
         return 20.0 * self.gain[found[1]] * (1 + 0.01 * int(found[2]))
 
-    def certify(self, *more: object) -> int:
-        given = ("--concurrency", "1,2", "--max-tokens", TOKENS, "--dataset", self.prompts, "--minutes", 60)
-        return call(self.monkeypatch, "certify", self.file, *given, "--output", self.folder / "out", "--quiet", *more)
+    def certify(self, *more: object, minutes: float = 60, quiet: bool = True) -> int:
+        given = ("--concurrency", "1,2", "--max-tokens", TOKENS, "--dataset", self.prompts, "--minutes", minutes)
+        last = ("--output", self.folder / "out", *(["--quiet"] if quiet else []), *more)
+        return call(self.monkeypatch, "certify", self.file, *given, *last)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -169,6 +182,61 @@ def test_a_slow_server_is_refused(site: MakeSite) -> None:
     assert found.certify() == 1
     assert "0.80" in found.report["lines"][2]
     assert "refused; recommended: width off" in found.report["lines"][3]
+
+
+def test_a_certification_keeps_its_minutes_and_says_what_it_needs(
+    site: MakeSite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Starts of 100 s: three of them took five minutes of the three, and `auto` was recommended with no measurement."""
+    found = site()
+    found.start_seconds = 100.0
+    assert found.certify(minutes=3, quiet=False) == 3
+    assert found.started == ["4"]
+    assert found.report["minutes"] < 4
+    assert (found.report["width"], found.report["points"]) == (None, [])
+    _, *_, verdict, wrong, untested = found.report["lines"]
+    assert re.fullmatch(
+        r"could not tell; nothing is recommended; a verdict needs at least \d+ minutes here \(--minutes\)", verdict
+    )
+    assert wrong == "wrong: not known, no load was measured"
+    assert "fixed 4, users at once: 1, 2" in untested
+    assert "the fewest runs of aiperf take 4.0 minutes; what exceeds 3 is left out" in capsys.readouterr().err
+
+
+def test_a_first_server_that_takes_all_of_the_time_is_an_error(
+    site: MakeSite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = site()
+    found.start_seconds = 400.0
+    assert found.certify(minutes=5) == 2
+    told = capsys.readouterr().err
+    assert "the server is not ready after" in told
+    assert "give it more --minutes" in told
+
+
+def test_it_tells_what_is_done_how_far_and_how_long(
+    site: MakeSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = list[str]()
+
+    def step(run: Any, doing: str) -> None:
+        vars(run)["step"] = doing
+        seen.append(run.progress)
+
+    monkeypatch.setattr(Certification, "doing", property(lambda run: vars(run)["step"], step), raising=False)
+    assert site().certify(quiet=False) == 0
+    for one in (
+        "starting the server of fixed 4",
+        "asking off for its speed",
+        r"verifying auto: \d+ of about \d+ answers",
+        "measuring fixed 4: round 3 of at most 5",
+    ):
+        assert any(re.fullmatch(rf"{one}; \d+\.\d of 60 minutes", each) for each in seen), one
+    answers = [tuple(map(int, found)) for found in re.findall(r"verifying auto: (\d+) of about (\d+)", "\n".join(seen))]
+    assert 0.6 * answers[-1][1] < answers[-1][0] <= answers[-1][1]
+    told = capsys.readouterr().err
+    assert re.search(r"^at \d+ tokens/s a verdict takes about \d+\.\d minutes of 60$", told, re.MULTILINE)
+    assert re.search(r"^verify auto: .* about \d+ answers and \d+\.\d minutes$", told, re.MULTILINE)
 
 
 Examined = list[tuple[Deployment, list[Any], dict[str, Any]]]

@@ -46,7 +46,7 @@ PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
 CROWD = 16
 """Requests that a server of SmolLM2 takes at once."""
-OF_REQUEST = ("return_logprob", "rid")
+OF_REQUEST = ("return_logprob", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 """Fields that stand beside the sampling parameters."""
 
 

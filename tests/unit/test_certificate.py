@@ -37,6 +37,8 @@ def ratios(name: str, spreads: dict[int, Spread], rounds: int) -> list[LoadRatio
     ]
 
 
+FASTER = ratios("fixed 8", {1: FAST, 8: EVEN}, 3)
+EQUAL = ratios("fixed 8", {1: EVEN}, 3)
 TESTED = {"sampled": [{}], "scope": ["min-p 0.5 (HTTP 400)"]}
 
 
@@ -111,7 +113,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "slow": ({"speed": {1: SLOW, 8: SLOW}}, "refused", "recommended: width off"),
     "undecided": ({"speed": {1: EVEN}}, "could not tell", "no difference shown"),
     "two rounds": ({"rounds": 2}, "could not tell", "too few rounds"),
-    "unmeasured": ({"speed": {}}, "could not tell", "not measured"),
+    "unmeasured": ({"speed": {}}, "could not tell", "could not tell; nothing is recommended"),
+    "nothing seen": ({"speed": {}}, "could not tell", "wrong: not known, no load was measured"),
+    "too short": ({"speed": {}, "needed_minutes": 21.4}, "could not tell", "a verdict needs at least 21 minutes here"),
+    "auto unmeasured": ({"loads": {"fixed 8": EQUAL, "auto": []}}, "could not tell", "nothing is recommended"),
+    "auto unmeasured, fixed faster": ({"loads": {"fixed 8": FASTER, "auto": []}}, "accepted", "recommended: width 8"),
     "damaged drafter": ({"length": 1.1}, "refused", "wrong: acceptance length 1.10, 2.10 published (chat, its card)"),
     "doctor": ({"length": 1.1, "doctor": ILL}, "refused", "doctor: a fault: *stale context*"),
     "slow, unpublished": ({"expected": None, "doctor": ILL}, "refused", "wrong: doctor: a fault"),

@@ -1,0 +1,86 @@
+"""A prefill half and a decode half of SGLang on a CPU, with K/V over NIXL, and what a router does before them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from dflash_serve.deployment.description import Deployment
+from dflash_sglang.settings import BACKUP, TRANSFER
+
+from .pinned_wheels import PinnedWheel, kept
+from .sglang_server import OnCpu, Server
+
+NIXL = (
+    PinnedWheel("nixl", "1.5.2", "e4ef5e16f60be11622030e23333387bd73101102fc9f62efa1c99021d51550a6"),
+    PinnedWheel(
+        "nixl-cu12",
+        "1.5.1",
+        "341d0dfa499f941c054614252f1d8047d1380e33f29c87707372ff5ec7d3779a",
+        "manylinux_2_28_x86_64",
+    ),
+)
+MACHINE, PYTHON = ("linux", "x86_64"), (3, 11)  # of the second wheel
+NOT_WANTED = "nixl_ep"  # kernels for GPUs, most of that wheel
+BOOTSTRAP = "disaggregation-bootstrap-port"
+
+
+def nixl_folders() -> tuple[Path, ...]:
+    """Folders for PYTHONPATH that have NIXL, fetched (69 MB) if they are not there; else the test is skipped."""
+    if (sys.platform, os.uname().machine) != MACHINE or sys.version_info[:2] != PYTHON:
+        pytest.skip("the wheel of NIXL is for Linux on x86-64 and Python 3.11")
+    return tuple(kept(f"{wheel.package}-{wheel.version}", wheel, _unpack) for wheel in NIXL)
+
+
+def _unpack(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(folder, [name for name in opened.namelist() if not name.startswith(NOT_WANTED)])
+
+
+def half(deployment: Deployment, role: str, bootstrap_port: int) -> tuple[Deployment, OnCpu]:
+    """A server for `fleet`: the deployment as one half, which keeps no host memory for retracted requests."""
+    given: dict[str, Any] = {TRANSFER: "nixl", BOOTSTRAP: bootstrap_port}
+    if role == "decode":
+        given[BACKUP] = "cpu_tensor"  # else it wants 10 GiB of free host memory
+    described = deployment.model_dump(exclude_unset=True)
+    described |= {"role": role, "engine_args": {"sglang": given}}
+    path = os.pathsep.join([*map(str, nixl_folders()), os.environ.get("PYTHONPATH", "")])
+    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two halves that run, and the place where they meet."""
+
+    prefill: Server
+    decode: Server
+    bootstrap_port: int
+    rooms: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def generate(self, prompt: Any, tokens: int = 24, **more: Any) -> dict[str, Any]:
+        """The decode half's answer; both halves are asked, as by a router.
+
+        Raises:
+            HTTPError: of the decode half.
+        """
+        met = {"host": "127.0.0.1", "port": self.bootstrap_port, "room": next(self.rooms)}
+        room = {f"bootstrap_{name}": value for name, value in met.items()}
+        ask = partial(self.prefill.generate, prompt, tokens, **more, **room)
+        Thread(target=_quietly, args=[ask], daemon=True).start()  # after a refusal this half waits on, for minutes
+        return self.decode.generate(prompt, tokens, **more, **room)
+
+
+def _quietly(ask: Callable[[], Any]) -> None:
+    with suppress(OSError):  # the decode half's answer tells, too
+        ask()
