@@ -13,7 +13,7 @@ class CaseQuestion(NamedTuple):
     """A question to one side."""
 
     case: Case
-    index: int | None  # of the question among those of its case; None = a try, whose answer is not kept
+    number: int | None  # of the question among those of its case; None = a try, whose answer is not kept
     question: Question
 
 

@@ -212,7 +212,7 @@ class Verification:
 
     def _missing(self, side: str, case: Case) -> list[CaseQuestion]:
         requests = (CaseQuestion(case, index, one) for index, one in enumerate(self._questions(side, case)))
-        return [one for one in requests if _key(side, case, one.index) not in self.store]
+        return [one for one in requests if _key(side, case, one.number) not in self.store]
 
     def _try(self, subject: Subject, side: str, case: Case) -> None:
         """Asks for a short answer, and for a streamed one. A refusal ends the case.
@@ -245,7 +245,7 @@ class Verification:
         try:
             for number, reply in subject.answers([one.question for one in requests]) if requests else ():
                 request = requests[number]
-                if request.index is None:
+                if request.number is None:
                     self._judge_try(side, request.case, reply)
                     continue
                 if reply.pieces:
@@ -271,8 +271,8 @@ class Verification:
 
     def _keep(self, side: str, request: CaseQuestion, answer: Answer) -> None:
         if side == WITH and _token_ids(request.question.prompt) is None:
-            self._check_prompt(Answer(*self.store[_key(WITHOUT, request.case, request.index)]), answer)
-        self.store.put(_key(side, request.case, request.index), list(answer))
+            self._check_prompt(Answer(*self.store[_key(WITHOUT, request.case, request.number)]), answer)
+        self.store.put(_key(side, request.case, request.number), list(answer))
         self.asked_with += side == WITH
         self.progress(f"{side} speculation, {request.case.name}", 1)
 
