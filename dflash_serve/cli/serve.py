@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.files import remove_temporary, temporary_folder
 from dflash_serve.common.json_log import remark
 from dflash_serve.common.processes import missing_program, require_program
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
@@ -80,12 +81,7 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
-    if backend_name == EMBEDDED and not options.names_pair(deployment, target, drafter):
-        context.params |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
-        if not quiet:
-            print(remark(BUNDLED_PAIR, log_format or "text"), file=sys.stderr)
-    else:
-        options.require_target("serve", deployment, target)
+    _name_pair(context.params)
     if backend_name != EMBEDDED:
         do = f"leave it out, or serve with --backend {EMBEDDED}"
         options.refuse_ignored(context, OWN, "only the embedded engine's server has it", do)
@@ -96,12 +92,13 @@ def serve(
     chosen = name_drafter(load_deployment(deployment, flags), backend, quiet=quiet)
     plain = chosen.drafter is None and drafting_argument(backend, chosen) is None
     if plain and chosen.speculation.width != "off" and not quiet:
-        print(remark(WITHOUT_DRAFTER, chosen.serving.log_format), file=sys.stderr)
+        _remark(WITHOUT_DRAFTER, chosen)
     launch = backend.launch(chosen)
+    problems = _problems(launch, quiet=quiet)
     if dry_run:
-        shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
-        return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
-    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
+        found = shown_launch(backend.name, launch, folder or _dry_folder(), host, port)
+        return show_launch(found, as_json=as_json, quiet=quiet, files=show_files)
+    raise_problems(problems, hint=HINT)
     require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend.name)
     folder = prepared(launch, folder)
     try:
@@ -111,6 +108,32 @@ def serve(
     except (UserError, KeyboardInterrupt):  # an embedded server that has started removes it itself
         remove_temporary(folder)
         raise
+
+
+def _name_pair(given: dict[str, Any]) -> None:
+    """Fills in the bundled pair where the embedded engine serves and nothing is named.
+
+    Raises:
+        UserError: no target is named.
+    """
+    file, target, drafter = (given[name] for name in ("deployment", "target", "drafter"))
+    if given["backend_name"] != EMBEDDED or options.names_pair(file, target, drafter):
+        return options.require_target("serve", file, target)
+    given |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
+    if not given["quiet"]:
+        print(remark(BUNDLED_PAIR, given["log_format"] or "text"), file=sys.stderr)
+
+
+def _problems(launch: Launch, *, quiet: bool) -> list[Problem]:
+    """All problems of a start here; to find them may take long, as where the bundled target is converted first."""
+    deployment = launch.deployment
+    log = None if deployment.serving.log_format == "text" else lambda line: _remark(line, deployment)
+    with shown(quiet=quiet, log=log), doing("checking the deployment"):
+        return [*launch.problems, *launch.problems_here]
+
+
+def _remark(text: str, deployment: Deployment) -> None:
+    print(remark(text, deployment.serving.log_format), file=sys.stderr)
 
 
 def prepared(launch: Launch, folder: Path | None) -> Path:
