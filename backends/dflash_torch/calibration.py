@@ -164,6 +164,9 @@ class _Bench:  # target and drafter over scratch caches with made-up contexts; e
         self.static = self.speculator.drafter_runner.static
         policy, limits = FixedWidth(block_size), {"max_batch_size": entries, "capacity": capacity}
         self.scheduler = Scheduler(target, self.speculator, policy, **limits, reuse_prefixes=False, shared=None)
+        for cache in (self.scheduler.cache, self.speculator.cache):  # the contexts are made up, and are read
+            cache.keys.zero_()
+            cache.values.zero_()
 
     def target_step(self, rows: int) -> Callable[[], float]:
         used = max(_contexts(rows, self.entries), ceil(rows / self.speculator.block_size))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -83,12 +83,7 @@ def serve(
     """
     from dflash_serve.deployment.layers import load_layers
 
-    if backend_name == EMBEDDED and not options.names_pair(deployment, target, drafter):
-        context.params |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
-        if not quiet:
-            print(remark(BUNDLED_PAIR, log_format or "text"), file=sys.stderr)
-    else:
-        options.require_target("serve", deployment, target)
+    _name_pair(context.params)
     _refuse_ignored(context, embedded=backend_name == EMBEDDED, dry_run=dry_run)
     backend = server_backend(backend_name)
     flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
@@ -97,12 +92,13 @@ def serve(
     if not quiet and not dry_run:
         options.tell_variables(layers)
     if not quiet and (why := _plain_because(chosen, backend)):
-        print(remark(why, chosen.serving.log_format), file=sys.stderr)
+        _remark(why, chosen)
     launch = backend.launch(chosen)
+    problems = _problems(launch, quiet=quiet)
     if dry_run:
-        shown = shown_launch(backend.name, launch, folder or _dry_folder(), host, port, layers.given)
-        return show_launch(shown, as_json=as_json, quiet=quiet, files=show_files)
-    _require_startable(launch, backend.name, host, port)
+        found = shown_launch(backend.name, launch, folder or _dry_folder(), host, port, layers.given)
+        return show_launch(found, as_json=as_json, quiet=quiet, files=show_files)
+    _require_startable(launch, problems, host, port, backend.name)
     folder = prepared(launch, folder)
     try:
         if not quiet:
@@ -111,6 +107,20 @@ def serve(
     except (UserError, KeyboardInterrupt):  # an embedded server that has started removes it itself
         remove_temporary(folder)
         raise
+
+
+def _name_pair(given: dict[str, Any]) -> None:
+    """Fills in the bundled pair where the embedded engine serves and nothing is named.
+
+    Raises:
+        UserError: no target is named.
+    """
+    file, target, drafter = (given[name] for name in ("deployment", "target", "drafter"))
+    if given["backend_name"] != EMBEDDED or options.names_pair(file, target, drafter):
+        return options.require_target("serve", file, target)
+    given |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
+    if not given["quiet"]:
+        print(remark(BUNDLED_PAIR, given["log_format"] or "text"), file=sys.stderr)
 
 
 def _refuse_ignored(context: typer.Context, *, embedded: bool, dry_run: bool) -> None:
@@ -132,12 +142,26 @@ def _plain_because(deployment: Deployment, backend: ServerBackend) -> str | None
     return WITHOUT_DRAFTER if deployment.drafter is None else None
 
 
-def _require_startable(launch: Launch, backend_name: str, host: str, port: int) -> None:
+def _problems(launch: Launch, *, quiet: bool) -> list[Problem]:
+    """All problems of a start here; to find them may take long, as where the bundled target is converted first."""
+    from dflash_serve.common.progress import doing, shown
+
+    deployment = launch.deployment
+    log = None if deployment.serving.log_format == "text" else lambda line: _remark(line, deployment)
+    with shown(quiet=quiet, log=log), doing("checking the deployment"):
+        return [*launch.problems, *launch.problems_here]
+
+
+def _require_startable(launch: Launch, problems: Sequence[Problem], host: str, port: int, backend_name: str) -> None:
     from dflash_serve.adapter.launch import HINT
     from dflash_serve.common.processes import require_program
 
-    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
+    raise_problems(problems, hint=HINT)
     require_program(launch.command(_dry_folder(), host=host, port=port).argv, backend_name)
+
+
+def _remark(text: str, deployment: Deployment) -> None:
+    print(remark(text, deployment.serving.log_format), file=sys.stderr)
 
 
 def prepared(launch: Launch, folder: Path | None) -> Path:

@@ -141,6 +141,14 @@ def test_costs_are_measured_where_the_model_is_shorter_than_the_measurement(fold
     assert len(answers(engine, [[5, 6, 7]], params)[0].token_ids) == 29
 
 
+def test_the_made_up_contexts_of_a_measurement_are_finite(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+    """The logits of others are NaN, and such a step ends its request early."""
+    speculator = tiny_engine(folders).scheduler.speculator
+    assert speculator is not None
+    measure(speculator.target, speculator.drafter, speculator.block_size, 2)
+    assert "NaN" not in caplog.text
+
+
 def test_what_the_host_does_for_a_step_is_a_part_of_its_cost(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU most of a small model's step: without it, drafts looked three times as dear as they were."""
     speculator = tiny_engine(folders).scheduler.speculator
