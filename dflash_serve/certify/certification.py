@@ -34,6 +34,7 @@ from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
 from dflash_serve.common.documents import read_json
+from dflash_serve.common.progress import Work
 from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
@@ -82,7 +83,7 @@ class Certification:
         self._before, self._start = float(store.get("spent", 0.0)), time.monotonic()
         self._longest = self._last = 0.0  # Seconds of the longest run of aiperf; time of the last one's end
         self._rated = count()  # Begins each long prompt, so that no server has it in its prefix cache
-        self.doing = "reading the deployment"  # The step that runs
+        self.step = Work("certifying")  # Its part is the step that runs
         bundled = settings.dataset == str(settings.output / BUNDLED.name)
         self.left_out = ["prompts of yours (--dataset)"] if bundled else []
         self.benches: dict[str, Bench] = {}
@@ -105,11 +106,6 @@ class Certification:
     def spent(self) -> float:
         """Seconds of the budget, over all runs of an interrupted certification."""
         return self._before + time.monotonic() - self._start
-
-    @property
-    def progress(self) -> str:
-        """The step that runs, and the time."""
-        return f"{self.doing}; {self.spent / 60:.1f} of {self.seconds / 60:g} minutes"
 
     @property
     def needed(self) -> float:
@@ -183,7 +179,7 @@ class Certification:
         for rounds in range(1, ROUNDS + 1):
             self.check(until - self._longest)
             self.benches[word], self._last = self._bench(word, rounds), self.spent
-            self.doing = f"measuring {name}: round {rounds} of at most {ROUNDS}"
+            self.step.part = f"measuring {name}: round {rounds} of at most {ROUNDS}"
             self.benches[word].run(lambda run, done, of: self._ran(run, until))
             ratios = self.benches[word].report().loads[name]
             if all(outcome(each) in (FASTER, SLOWER) for each in ratios):
@@ -213,7 +209,7 @@ class Certification:
                 self.work / "servers" / slug(name),
                 (query_gpus("memory.used"), host_mib()),
             )
-            self.doing = f"starting the server of {name}"
+            self.step.part = f"starting the server of {name}"
             left, env, start = self.seconds - self.spent, self._env, time.monotonic()
             one = running_server(self.backend, self.variants[name], folder, env=env, patience=left)
             try:
@@ -247,7 +243,7 @@ class Certification:
         return known or CONTEXT
 
     def _speed(self, url: str, name: str) -> Speed:
-        self.doing = f"asking {name} for its speed"
+        self.step.part = f"asking {name} for its speed"
         users, length = max(self.settings.concurrency), min(RATED_CHARACTERS, self._context(name) // 2)
         texts = [f"Count to {number} in words." for number in range(users)]
         (alone, _), (together, _) = (self._timed(url, each, RATED_TOKENS) for each in (texts[:1], texts))
@@ -300,7 +296,7 @@ class Certification:
         def answered(_: str, number: int) -> None:
             nonlocal done
             done += number
-            self.doing = f"verifying {name}: {done} of about {work.answers} answers"
+            self.step.part = f"verifying {name}: {done} of about {work.answers} answers"
             self.check(self.seconds)
 
         run = Verification(plan, self.prompts, pair, answers, answered)
@@ -326,7 +322,7 @@ class Certification:
     def _doctor(self) -> dict[str, Any]:
         """The doctor's verdict on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
         (name,) = self.benches[FIXED].variants.keys() - {OFF}
-        self.doing = "asking the doctor"
+        self.step.part = "asking the doctor"
         if self.seconds - self.spent < DOCTOR_SECONDS:
             return {"verdict": UNKNOWN, "sentences": ["there was no time to ask (--minutes)"]}
         self.tell("acceptance is low: asking the doctor")

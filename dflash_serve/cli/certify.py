@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +20,9 @@ from dflash_serve.adapter.registry import EMBEDDED
 from dflash_serve.answers.prompts import BUNDLED, read_prompt_set
 from dflash_serve.cli import bench as sweep
 from dflash_serve.cli import options
-from dflash_serve.cli.progress import progress_shown
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import write_whole
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.provenance import versions
 from dflash_serve.common.store import resumable
 from dflash_serve.errors import UserError
@@ -93,5 +95,6 @@ def _certified(given: dict[str, Any]) -> Any:
             lines = (json.dumps({"prompt": turn["content"]}) for turn in turns if isinstance(turn, Mapping))
             write_whole(Path(settings.dataset), "\n".join(lines) + "\n")
         run = Certification(settings, given["minutes"], store)
-        with progress_shown(lambda: run.progress, quiet=given["quiet"]) as run.tell:
+        run.tell = (lambda line: None) if given["quiet"] else partial(print, file=sys.stderr)
+        with shown(quiet=given["quiet"]), doing(f"certifying in {given['minutes']:g} minutes") as run.step:
             return conclude(run.run())

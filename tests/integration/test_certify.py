@@ -18,9 +18,9 @@ import pytest
 from dflash_serve.answers.engine import template_variables
 from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.certify import budget, certification
-from dflash_serve.certify.certification import Certification
 from dflash_serve.checkpoint.source import record_survival
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.progress import Work
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.doctor.examiner import examine_apart
@@ -219,11 +219,11 @@ def test_it_tells_what_is_done_how_far_and_how_long(
 ) -> None:
     seen = list[str]()
 
-    def step(run: Any, doing: str) -> None:
-        vars(run)["step"] = doing
-        seen.append(run.progress)
+    def step(work: Work, part: str) -> None:
+        vars(work)["step"] = part
+        seen.append(str(work))
 
-    monkeypatch.setattr(Certification, "doing", property(lambda run: vars(run)["step"], step), raising=False)
+    monkeypatch.setattr(Work, "part", property(lambda work: vars(work)["step"], step), raising=False)
     assert site().certify(quiet=False) == 0
     for one in (
         "starting the server of fixed 4",
@@ -231,7 +231,7 @@ def test_it_tells_what_is_done_how_far_and_how_long(
         r"verifying auto: \d+ of about \d+ answers",
         "measuring fixed 4: round 3 of at most 5",
     ):
-        assert any(re.fullmatch(rf"{one}; \d+\.\d of 60 minutes", each) for each in seen), one
+        assert any(re.fullmatch(f"certifying in 60 minutes: {one}", each) for each in seen), one
     answers = [tuple(map(int, found)) for found in re.findall(r"verifying auto: (\d+) of about (\d+)", "\n".join(seen))]
     assert 0.6 * answers[-1][1] < answers[-1][0] <= answers[-1][1]
     told = capsys.readouterr().err
