@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_serve.models.drafter import Drafter
     from dflash_serve.speculation.params import SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "Chunk": "answers.engine",

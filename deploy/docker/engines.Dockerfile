@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The image of `dflash-serve build`, which quantises drafters and makes checkpoints; it serves nothing.
 #
-#   docker buildx build -f deploy/docker/engines.Dockerfile --build-arg PYTHON=python@sha256:... -t dflash-serve-engines:0.2.0 .
+#   docker buildx build -f deploy/docker/engines.Dockerfile --build-arg PYTHON=python@sha256:... -t dflash-serve-engines:0.3.0 .
 #
 # PYTHON        the base image, by digest; there is no default, so that every build is pinned
 # TORCH         the requirement of PyTorch for pip
@@ -30,7 +30,7 @@ RUN pip install "/src[engines]" && \
     pip uninstall --yes pip
 
 FROM ${PYTHON}
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=unknown
 ARG PYTHON
 LABEL org.opencontainers.image.title="dflash-serve, builds" \

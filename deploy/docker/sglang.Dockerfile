@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A layer over an image that has SGLang: our package, and a user without rights.
 #
-#   docker buildx build -f deploy/docker/sglang.Dockerfile --build-arg BASE=lmsysorg/sglang@sha256:... -t dflash-serve-sglang:0.2.0 .
+#   docker buildx build -f deploy/docker/sglang.Dockerfile --build-arg BASE=lmsysorg/sglang@sha256:... -t dflash-serve-sglang:0.3.0 .
 #
 # BASE   an image with SGLang 0.5.23, by digest; there is no default, so that every build is pinned.
 # DYNAMO a release of ai-dynamo (1.6.1) for a graph of NVIDIA Dynamo; its own image has an older SGLang.
@@ -21,7 +21,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
 COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=unknown
 ARG BASE
 LABEL org.opencontainers.image.title="dflash-serve on SGLang" \

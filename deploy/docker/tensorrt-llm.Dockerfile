@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A layer over an image that has TensorRT-LLM: our package, and a user without rights.
 #
-#   docker buildx build -f deploy/docker/tensorrt-llm.Dockerfile --build-arg BASE=nvcr.io/nvidia/tensorrt-llm/release@sha256:... -t dflash-serve-tensorrt-llm:0.2.0 .
+#   docker buildx build -f deploy/docker/tensorrt-llm.Dockerfile --build-arg BASE=nvcr.io/nvidia/tensorrt-llm/release@sha256:... -t dflash-serve-tensorrt-llm:0.3.0 .
 #
 # BASE   an image with TensorRT-LLM 1.3.0rc14 or newer, by digest; there is no default, so that every build is pinned.
 #        For a Dynamo worker: nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime@sha256:...
@@ -21,7 +21,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
 COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=unknown
 ARG BASE
 LABEL org.opencontainers.image.title="dflash-serve on TensorRT-LLM" \

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The embedded backend, small: a slim Python, one folder of packages, no compiler and no pip cache.
 #
-#   docker buildx build -f deploy/docker/torch.Dockerfile --build-arg PYTHON=python@sha256:... -t dflash-serve-torch:0.2.0 .
+#   docker buildx build -f deploy/docker/torch.Dockerfile --build-arg PYTHON=python@sha256:... -t dflash-serve-torch:0.3.0 .
 #
 # PYTHON        the base image, by digest; there is no default, so that every build is pinned
 # TORCH         the requirement of PyTorch for pip
@@ -43,7 +43,7 @@ RUN if [ -n "$AIPERF" ]; then \
 RUN pip uninstall --yes pip
 
 FROM ${PYTHON}
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=unknown
 ARG PYTHON
 LABEL org.opencontainers.image.title="dflash-serve, embedded backend" \

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A layer over an image that has vLLM: our package, and a user without rights.
 #
-#   docker buildx build -f deploy/docker/vllm.Dockerfile --build-arg BASE=vllm/vllm-openai@sha256:... -t dflash-serve-vllm:0.2.0 .
+#   docker buildx build -f deploy/docker/vllm.Dockerfile --build-arg BASE=vllm/vllm-openai@sha256:... -t dflash-serve-vllm:0.3.0 .
 #
 # BASE   an image with vLLM 0.32 or 0.33, by digest; there is no default, so that every build is pinned.
 ARG BASE
@@ -20,7 +20,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /wheels /src
 COPY deploy/docker/link_cubins.sh /wheels/link_cubins.sh
 
 FROM ${BASE}
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=unknown
 ARG BASE
 LABEL org.opencontainers.image.title="dflash-serve on vLLM" \

@@ -27,7 +27,7 @@ from dflash_serve.answers.prompts import BUNDLED, prompts_digest, read_prompt_se
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
 from dflash_serve.bench.settings import AUTO, FIXED, OFF, BenchSettings, slug
-from dflash_serve.certify.budget import CHARACTERS, FEWEST_PROMPTS, IN_FLIGHT, Speed, largest_plan, run_seconds, work_of
+from dflash_serve.certify.budget import FEWEST_PROMPTS, IN_FLIGHT, Speed, largest_plan, run_seconds
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome
 from dflash_serve.checkpoint.catalogue import catalogue
 from dflash_serve.checkpoint.source import drafter_folder, recorded_survival
@@ -41,6 +41,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.examiner import examine_apart
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.verify.amount import CHARACTERS, amount_of
 from dflash_serve.verify.questions import WITH, WITHOUT, VerifyPlan
 from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair
 from dflash_serve.verify.verification import CONTEXT, Verification
@@ -117,7 +118,7 @@ class Certification:
         starts = pairs + 1 if self.together else STARTS_IN_TURN * pairs
         known = [Speed(*self.store[f"speed {name}"]) for name in self.variants if f"speed {name}" in self.store]
         speed = min(known, default=UNLIMITED)
-        asked = speed.seconds(work_of(self._least(), self.prompts, self._context(OFF))) if known else 0.0
+        asked = speed.seconds(amount_of(self._least(), self.prompts, self._context(OFF))) if known else 0.0
         return starts * self._start_seconds + pairs * (asked + 2 * DECIDING * sum(self._runs(speed)))
 
     def _runs(self, speed: Speed) -> list[float]:
@@ -275,10 +276,10 @@ class Certification:
         found = largest_plan(self._least(), self.prompts, context, speed, seconds) if kept is None else kept
         plan = VerifyPlan.model_validate(found)
         self.store.put(f"plan {name}", plan.model_dump(mode="json"))
-        work = work_of(plan, self.prompts, context)
+        amount = amount_of(plan, self.prompts, context)
         self.tell(
-            f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side; about {work.answers} answers and "
-            f"{speed.seconds(work) / 60:.1f} minutes"
+            f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side; about {amount.answers} answers and "
+            f"{speed.seconds(amount) / 60:.1f} minutes"
         )
         described = {
             side: {"backend": self.backend.name, "deployment": self.variants[one].model_dump_json()}
@@ -296,7 +297,7 @@ class Certification:
         def answered(_: str, number: int) -> None:
             nonlocal done
             done += number
-            self.step.part = f"verifying {name}: {done} of about {work.answers} answers"
+            self.step.part = f"verifying {name}: {done} of about {amount.answers} answers"
             self.check(self.seconds)
 
         run = Verification(plan, self.prompts, pair, answers, answered)

@@ -123,13 +123,14 @@ def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str)
 
 
 def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair, *, as_json: bool, quiet: bool) -> int:
+    from dflash_serve.verify.amount import amount_of
     from dflash_serve.verify.report import EXIT_CODES, report_of, show
-    from dflash_serve.verify.verification import Verification
+    from dflash_serve.verify.verification import CONTEXT, Verification
 
     output, plan = settings.output, settings.plan(prompts, pair)
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
     with resumable(output, belongs_to, "finished answers", resume=settings.resume) as store:
-        with shown(quiet=quiet), doing("verifying", plan.expected_answers) as work:
+        with shown(quiet=quiet), doing("verifying", amount_of(plan, prompts, CONTEXT).answers) as work:
 
             def told(what: str, count: int) -> None:
                 work.part = what

@@ -122,13 +122,20 @@ def with_absolute_paths(layer: Mapping[str, Any], file: Path | None = None) -> d
         if not isinstance(name, str) or not name or name.startswith("~") or Path(name).is_absolute():
             continue
         here = folder / name
-        if key == "model" and (name in NAMES or not (here.exists() or _can_be_no_id(name))):
-            if name not in NAMES and Path(name).is_dir():
+        if key == "model" and (name in NAMES or not (_is_there(here) or _can_be_no_id(name))):
+            if name not in NAMES and _is_there(Path(name), folder=True):
                 what = f"{name} is a folder of the working folder, and not of the file's"
                 raise UserError(what, where=f"{file} {section}.{key}", do=f"give {Path(name).absolute()}")
             continue
         paths[section] = {key: str(here)}
     return overlay(layer, paths)
+
+
+def _is_there(path: Path, *, folder: bool = False) -> bool:
+    try:
+        return path.is_dir() if folder else path.exists()
+    except OSError:  # no file system has such a name
+        return False
 
 
 def _target(layer: Mapping[str, Any]) -> object:

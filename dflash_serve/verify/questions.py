@@ -232,15 +232,6 @@ class VerifyPlan(Frozen):
         return (*self.greedy_cases, *seeded, *self.sampled_cases, *self.exact_cases, *self.mixed_cases)
 
     @property
-    def expected_answers(self) -> int:
-        """About as many answers as both sides give together; some cases are refused, or made of few answers."""
-        counts = [self.prompts for case in self.cases if case in (*GREEDY, SEEDED)]
-        counts += [self.samples_of(case) for case in self.sampled_cases]
-        counts += [self.samples if case is LOAD else FEW_PROMPTS for case in self.exact_cases]
-        counts += [self.pairs * (2 if case.params.penalised else 1) for case in self.mixed_cases]
-        return 2 * sum(counts)
-
-    @property
     def left_out(self) -> tuple[str, ...]:
         """Names of what the settings leave out."""
         sampled, long = self.samples > 0, self.long_tokens > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import urllib.error
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.processes import free_port
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import total
+from tests.support.fleet import Fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import Pair, half
-from tests.support.sglang_server import Berth, fleet, smollm2
+from tests.support.sglang_server import Server, fleet, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -31,14 +32,14 @@ PORTS = {"prefill": free_port(), "bare": free_port()}
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Berth]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     """Two halves with the drafter; `bare`, a prefill half without it, takes the place of the first one."""
     wanted = {
         "prefill": half(smollm2(8), "prefill", PORTS["prefill"]),
         "decode": half(smollm2(8), "decode", PORTS["prefill"]),
         "bare": half(smollm2("off").model_copy(update={"drafter": None}), "prefill", PORTS["bare"]),
     }
-    with fleet(tmp_path_factory.mktemp("pair"), wanted, at_once=2) as running:
+    with fleet(tmp_path_factory.mktemp("pair"), wanted) as running:
         yield running
 
 
@@ -52,7 +53,7 @@ def prompts() -> list[list[int]]:
     return [list(one["input_ids"]) for one in encoded]
 
 
-def test_a_pair_answers_and_accepts_as_one_server_does(servers: Mapping[str, Berth], prompts: list[list[int]]) -> None:
+def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], prompts: list[list[int]]) -> None:
     prefill, decode = (servers[name].ready.result() for name in ("prefill", "decode"))
     pair = Pair(prefill, decode, PORTS["prefill"])
     before = read_acceptance(decode.url)
@@ -67,7 +68,7 @@ def test_a_pair_answers_and_accepts_as_one_server_does(servers: Mapping[str, Ber
 
 
 def test_a_prefill_half_without_the_drafter_is_refused_by_the_decode_half(
-    servers: Mapping[str, Berth], prompts: list[list[int]]
+    servers: Fleet[Server], prompts: list[list[int]]
 ) -> None:
     servers["prefill"].left.set()
     bare, decode = (servers[name].ready.result() for name in ("bare", "decode"))

@@ -8,7 +8,8 @@ import pytest
 
 from dflash_serve.answers.engine import Prompt
 from dflash_serve.answers.prompts import read_prompt_set
-from dflash_serve.certify.budget import FEWEST_PROMPTS, Speed, largest_plan, work_of
+from dflash_serve.certify.budget import FEWEST_PROMPTS, Speed, largest_plan
+from dflash_serve.verify.amount import amount_of
 from dflash_serve.verify.questions import FEWEST, MIXED, PAIRS, RULED, RULES_ALONE, SITUATIONS, VerifyPlan
 from tests.house import ROOT
 
@@ -23,7 +24,7 @@ def plan(**more: Any) -> VerifyPlan:
 
 
 def test_the_mixed_situations_are_a_part_of_the_work() -> None:
-    greedy, sampled = (work_of(plan(samples=samples), PROMPTS, CONTEXT) for samples in (0, FEWEST))
+    greedy, sampled = (amount_of(plan(samples=samples), PROMPTS, CONTEXT) for samples in (0, FEWEST))
     likely = [case for case in MIXED if case.params.logprobs]  # compared as distributions, without penalties
     choices = sum(case.more.get("n", 1) for case in likely)
     assert sampled.generated - greedy.generated > 2 * 12 * PAIRS * choices > 10_000
@@ -36,7 +37,7 @@ def test_the_mixed_situations_are_a_part_of_the_work() -> None:
 def test_the_largest_verification_fits_into_its_time(seconds: float, dtype: str) -> None:
     least = plan(dtype=dtype)
     found = largest_plan(least, PROMPTS, CONTEXT, SPEED, seconds)
-    takes = SPEED.seconds(work_of(found, PROMPTS, CONTEXT))
+    takes = SPEED.seconds(amount_of(found, PROMPTS, CONTEXT))
     assert takes <= seconds or found == least
     assert found.prompts in range(FEWEST_PROMPTS, len(PROMPTS) + 1)
     if seconds == 6000.0:
@@ -52,7 +53,7 @@ def test_a_slow_machine_verifies_greedy_decoding_alone() -> None:
 def test_the_docs_say_how_much_a_verification_asks() -> None:
     prompts, page = read_prompt_set(), (ROOT / "docs/verify.md").read_text()
     fields = {"prompts": len(prompts), "max_tokens": 128, "samples": 1024, "long_tokens": 2048}
-    whole, without = (work_of(plan(**fields, pairs=pairs), prompts, 8192) for pairs in (PAIRS, 0))
+    whole, without = (amount_of(plan(**fields, pairs=pairs), prompts, 8192) for pairs in (PAIRS, 0))
     ruled = 2 * RULED * len(SITUATIONS) * len(RULES_ALONE)
     assert f"up to {whole.answers:,} answers of {whole.generated:,} tokens" in page
     assert f"The mixed situations are {whole.answers - without.answers + ruled:,} of these answers" in page

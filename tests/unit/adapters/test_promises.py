@@ -22,6 +22,7 @@ from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
+from dflash_serve.common import processes
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
@@ -329,7 +330,7 @@ def test_serve_reads_target_and_drafter_once(
     (tmp_path / "deployment.yaml").write_text(json.dumps(fields))
     started: list[Any] = []
     monkeypatch.setattr(serve, "become", lambda command, _: started.append(command))
-    monkeypatch.setattr(serve, "require_program", lambda *_: None)
+    monkeypatch.setattr(processes, "require_program", lambda *_: None)
     words = ["serve", str(tmp_path / "deployment.yaml"), "--backend", engine, "--folder", str(tmp_path / "prepared")]
     told = CliRunner().invoke(app, [*words, "--dry-run"] if dry else words)
     assert told.exception is None, told.output

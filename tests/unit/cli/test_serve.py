@@ -90,8 +90,11 @@ def test_an_engine_that_is_installed_and_cannot_be_imported_is_a_problem_of_the_
     assert "Traceback" not in ended.stderr
 
 
-def test_inspect_names_a_pytorch_that_cannot_be_imported(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    words, env = (*COMMAND, "inspect", str(folders[1])), broken_site(tmp_path, *BROKEN["torch"][:2])
+def test_convert_names_a_pytorch_that_cannot_be_imported(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    words, env = (
+        (*COMMAND, "convert", str(folders[1]), str(tmp_path / "new"), "--to", "zlab"),
+        broken_site(tmp_path, *BROKEN["torch"][:2]),
+    )
     ended = run(words, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.startswith("dflash-serve: torch: PyTorch is installed and cannot be imported here (OSError")

@@ -27,7 +27,7 @@ def test_what_cannot_be_imported_is_named_with_the_extra_that_brings_it(module: 
 
 
 @pytest.mark.parametrize(
-    ("module", "extra", "chosen"), [("torch.nn", None, "torch"), ("numpy", "vllm", "vllm"), ("uvicorn", None, "serve")]
+    ("module", "extra", "chosen"), [("torch.nn", None, "torch"), ("scipy", "plan", "plan"), ("uvicorn", None, "serve")]
 )
 def test_an_import_that_failed_is_told_as_the_extra(module: str, extra: str | None, chosen: str) -> None:
     told = absent(ModuleNotFoundError("no", name=module), extra)

@@ -220,7 +220,7 @@ def test_threads_spin_on_a_quiet_machine_unless_the_user_chose(
         monkeypatch.setitem(sys.modules, "torch", object())
 
 
-def test_engine_and_server_choose_before_they_load_pytorch() -> None:
+def test_engine_and_server_choose_before_they_load_pytorch(tmp_path: Path) -> None:
     """In a fresh process: `LLM` as `dflash-serve generate` has it; the server loads PyTorch long before the engine."""
     engine = (
         "import os; from dflash_serve import LLM; LLM('smollm2', None, max_model_len=64, max_batch_size=1); "
@@ -229,11 +229,14 @@ def test_engine_and_server_choose_before_they_load_pytorch() -> None:
     server = (
         "import sys; from dflash_torch.server import __main__ as server; from dflash_torch import launch\n"
         "def choose():\n    print('torch' in sys.modules); raise SystemExit\n"
-        "server.choose_waiting = choose; server.serve(None, None, [], None)"
+        "server.choose_waiting = choose; server.main()"
     )
+    (deployment := tmp_path / "deployment.json").write_text('{"target": {"model": "smollm2"}}')
     kept = {name: value for name, value in os.environ.items() if name not in launch.CHOSEN_ALREADY}
     said = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=kept).stdout
+        subprocess.run(
+            [sys.executable, "-c", code, deployment], capture_output=True, text=True, check=False, env=kept
+        ).stdout
         for code in (engine, server)
     ]
     assert said[0].split()[-1] in launch.CHOSEN_ALREADY
