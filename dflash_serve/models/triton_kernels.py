@@ -221,6 +221,8 @@ def _compared(
             KVCache(layers=1, entries=2, kv_heads=kv_heads, capacity=1 + rows, head_dim=dim, dtype=dtype, device=device)
             for _ in range(2)
         )
+        for values in (mine.keys, mine.values, theirs.keys, theirs.values):
+            values.zero_()  # a CPU's are not initialised, and all rows are compared
         entry = torch.ones(1, dtype=torch.int64, device=device)
         attention = TritonAttention(mine, entry, places[None], 1 + rows, config.layers[:1], heads[0])
         queries = attention.store(0, qkv, cos, sin, qk_norm)

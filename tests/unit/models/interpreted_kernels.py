@@ -116,6 +116,7 @@ def test_rotation_and_storage(dim: int, rows: int, dtype: torch.dtype, normed: b
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * dim).to(dtype)
     norms = [random_norm(dim, dtype), random_norm(dim, dtype)] if normed else None
     mine = KVCache(layers=2, entries=3, kv_heads=KV_HEADS, capacity=21, head_dim=dim, dtype=dtype)
+    mine.keys.zero_(), mine.values.zero_()  # all rows are compared
     theirs = deepcopy(mine)
     kinds = [AttentionKind()] * 2
     attention = TritonAttention(mine, entries, positions[None], 21, kinds, HEADS)
