@@ -27,7 +27,7 @@ from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
 from tests.support.fleet import Fleet
 from tests.support.prompts import brief, word_problems
-from tests.support.sglang_server import CROWD, OnCpu, Server, fleet, smollm2
+from tests.support.sglang_server import CROWD, PATIENCE, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 20, 64, 10
@@ -193,7 +193,9 @@ class Nobody:
 def verification(servers: Fleet[Server], name: str, plan: VerifyPlan) -> tuple[Store, Findings]:
     """A verification of a server against the one that does not speculate."""
     store = Store(None, {})
-    speculating, plain = (Endpoint(servers[one].ready.result().url, concurrency=AT_ONCE) for one in (name, "plain"))
+    speculating, plain = (
+        Endpoint(servers[one].ready.result().url, timeout=PATIENCE, concurrency=AT_ONCE) for one in (name, "plain")
+    )
     return store, Verification(plan, brief(), two_servers(speculating, plain), store).run()
 
 

@@ -38,7 +38,7 @@ from dflash_vllm.settings import static_schedule
 from tests.support.fleet import Fleet, ahead
 from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
-from tests.support.vllm_server import CROWD, LIMITS, OnCpu, Server, fleet, smollm2
+from tests.support.vllm_server import CROWD, LIMITS, PATIENCE, OnCpu, Server, fleet, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
@@ -290,7 +290,7 @@ def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers:
     )  # fmt: skip
     both = [servers[name] for name in ("3", "plain")]
     urls = [berth.ready.result().url for berth in both]
-    pair = two_servers(*(Endpoint(url, concurrency=AT_ONCE) for url in urls))
+    pair = two_servers(*(Endpoint(url, timeout=PATIENCE, concurrency=AT_ONCE) for url in urls))
     found = Verification(plan, brief(), pair, Store(None, {})).run()
     assert (found.faults, found.reasons) == ({}, ())
     assert (found.verdict, found.unit) == ("lossless", "token ids")
