@@ -11,8 +11,8 @@ from dflash_serve.bench.settings import deployed_variants, overlay_variants
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.deployment.description import Deployment
 from tests.support.eagle3 import write_eagle3_head
-from tests.support.fleet import Fleet
-from tests.support.sglang_server import OnCpu, Server, fleet
+from tests.support.fleet import Fleet, fleet
+from tests.support.sglang_server import OnCpu, Server, serving
 from tests.support.tiny_target import write_tiny_target
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
@@ -32,7 +32,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
         drafting = overlay_variants(deployment, [f"eagle3={Path(__file__).parents[2] / example}"], backend)
     variants = {"plain": deployed_variants(deployment, ["off"], backend)["off"], **drafting}
     wanted = {name: (variant, backend) for name, variant in variants.items()}
-    with fleet(tmp_path_factory.mktemp("servers"), wanted) as running:
+    with fleet(serving, tmp_path_factory.mktemp("servers"), wanted) as running:
         yield running
 
 

@@ -15,9 +15,9 @@ import pytest
 from dflash_serve import SamplingParams
 from dflash_serve.checkpoint.writer import write_drafter
 from tests.support.embedded import answers, tiny_engine
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, fleet
 from tests.support.heads import CONVOLUTION, SELECTOR, SHIFTED, VANILLA
-from tests.support.sglang_server import OnCpu, Server, deployment, fleet, tiny_pair
+from tests.support.sglang_server import OnCpu, Server, deployment, serving, tiny_pair
 from tests.support.tiny import random_tensors
 
 PROMPTS = ["the quick brown fox", '{"name": [1', "over the lazy dog jumps", "fox fox fox"]
@@ -51,7 +51,7 @@ def servers(folders: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.Temp
     wanted = {
         name: (deployment(models, requests=4, width=PAIRS[name][1]), OnCpu(IN_STEP)) for name, models in folders.items()
     }
-    with fleet(tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}) as running:
+    with fleet(serving, tmp_path_factory.mktemp("servers"), {"plain": plain, **wanted}) as running:
         yield running
 
 

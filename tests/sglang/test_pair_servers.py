@@ -18,10 +18,10 @@ from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.common.processes import free_port
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import total
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import Pair, half
-from tests.support.sglang_server import Server, fleet, smollm2
+from tests.support.sglang_server import Server, serving, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -39,7 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
         "decode": half(smollm2(8), "decode", PORTS["prefill"]),
         "bare": half(smollm2("off").model_copy(update={"drafter": None}), "prefill", PORTS["bare"]),
     }
-    with fleet(tmp_path_factory.mktemp("pair"), wanted) as running:
+    with fleet(serving, tmp_path_factory.mktemp("pair"), wanted) as running:
         yield running
 
 

@@ -25,9 +25,9 @@ from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair, two_servers
 from dflash_serve.verify.verification import Verification
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import brief, word_problems
-from tests.support.sglang_server import CROWD, PATIENCE, OnCpu, Server, fleet, smollm2
+from tests.support.sglang_server import CROWD, PATIENCE, OnCpu, Server, serving, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 20, 64, 10
@@ -64,7 +64,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
         "narrow": (smollm2(3), OnCpu(*VERIFYING)),
         "pausing": (smollm2("auto"), OnCpu(env={"DFLASH_SERVE_COST_TABLE": str(table), "SGLANG_CPU_DRAFTS_FOR": "4"})),
     }
-    with fleet(folder, wanted) as running:
+    with fleet(serving, folder, wanted) as running:
         yield running
 
 

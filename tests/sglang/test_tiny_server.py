@@ -19,9 +19,9 @@ from dflash_serve.adapter.counters import ACCEPTED, STEPS
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE
 from dflash_sglang.facts import DRAFT_SECONDS, FACTS
-from tests.support.fleet import Berth, Fleet, ahead
+from tests.support.fleet import Berth, Fleet, ahead, fleet
 from tests.support.promql import exported, missing
-from tests.support.sglang_server import OnCpu, Server, deployment, fleet, tiny_pair
+from tests.support.sglang_server import OnCpu, Server, deployment, serving, tiny_pair
 from tests.support.tiny import write_tiny_drafter
 
 PROMPTS = [
@@ -131,7 +131,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
         models = target, write_tiny_drafter(folder / family / "drafter", config)
         wanted[family] = deployment(models, width="off"), OnCpu(*flags)
         wanted |= {name: started(way, models, folder) for name, way in WAYS.items() if way.family == family}
-    with fleet(folder, wanted, ahead=ahead(pytestconfig)) as running:
+    with fleet(serving, folder, wanted, ahead=ahead(pytestconfig)) as running:
         yield running
 
 

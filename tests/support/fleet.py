@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Generic, TypeVar
 
 import pytest
 
+from dflash_serve.adapter.protocol import ServerBackend
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 
 Server = TypeVar("Server")
-Serve = Callable[[Path], AbstractContextManager[Server]]
-"""Starts a server in a folder, and ends it with the block."""
+Engine = TypeVar("Engine", bound=ServerBackend)
+Serve = Callable[[Path, Deployment, Engine], AbstractContextManager[Server]]
+"""Starts a server of a deployment in a folder, and ends it with the block."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Fleet(Generic[Server]):
     """Servers by name, each in a folder of its own."""
 
     folder: Path
-    wanted: Mapping[str, Serve[Server]]
+    wanted: Mapping[str, Callable[[Path], AbstractContextManager[Server]]]
     ahead: int
     pool: ThreadPoolExecutor
     berths: dict[str, Berth[Server]] = field(default_factory=dict)
@@ -62,16 +66,26 @@ def ahead(config: pytest.Config) -> int:
     return 0 if config.option.markexpr or config.option.keyword else 1
 
 
+def _started(
+    serve: Serve[Engine, Server], deployment: Deployment, backend: Engine, folder: Path
+) -> AbstractContextManager[Server]:
+    return serve(folder, deployment, backend)
+
+
 @contextmanager
-def fleet(folder: Path, wanted: Mapping[str, Serve[Server]], *, ahead: int = 1) -> Iterator[Fleet[Server]]:
+def fleet(
+    serve: Serve[Engine, Server], folder: Path, wanted: Mapping[str, tuple[Deployment, Engine]], *, ahead: int = 1
+) -> Iterator[Fleet[Server]]:
     """All of them are gone when the block ends.
 
     Args:
+        wanted: the deployment and the backend of each, by name.
         ahead: servers that are started beside the one that is asked for, the next ones in this order: most of a start
             is one thread that imports.
     """
     with ThreadPoolExecutor(len(wanted)) as pool:
-        servers = Fleet(folder, wanted, ahead, pool)
+        starting = {name: partial(_started, serve, *how) for name, how in wanted.items()}
+        servers = Fleet(folder, starting, ahead, pool)
         try:
             yield servers
         finally:

@@ -25,8 +25,6 @@ from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
 from dflash_sglang.launch import SGLangLaunch
-from tests.support.fleet import Fleet, Serve
-from tests.support.fleet import fleet as several
 from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -177,17 +175,6 @@ def deployment(models: tuple[Path, Path], ranks: int = 1, requests: int = 8, **s
     fields = {"target": {"model": target}, "drafter": {"model": drafter}, "limits": {"max_batch_size": requests}}
     devices = {"parallel": {"tensor": ranks}, "hardware": {"count": ranks}}
     return Deployment.model_validate({**fields, **devices, "speculation": speculation})
-
-
-@contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], *, ahead: int = 1) -> Iterator[Fleet[Server]]:
-    """Servers by name, 3 GB each, started as `verify` and `bench` start them when one is first asked for."""
-
-    def starting(deployment: Deployment, backend: OnCpu) -> Serve[Server]:
-        return lambda folder: serving(folder, deployment, backend)
-
-    with several(folder, {name: starting(*how) for name, how in wanted.items()}, ahead=ahead) as servers:
-        yield servers
 
 
 @contextmanager

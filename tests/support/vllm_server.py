@@ -23,8 +23,6 @@ from dflash_serve.errors import UserError
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 from dflash_vllm.launch import VLLMLaunch
-from tests.support.fleet import Fleet, Serve
-from tests.support.fleet import fleet as several
 
 ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
 """On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
@@ -130,14 +128,3 @@ def serving(folder: Path, deployment: Deployment, backend: OnCpu | None = None) 
     """A server that is ready; it is gone when the block ends."""
     with running_server(backend or OnCpu(), deployment, folder, patience=PATIENCE) as url:
         yield Server(url, folder)
-
-
-@contextmanager
-def fleet(folder: Path, wanted: Mapping[str, tuple[Deployment, OnCpu]], *, ahead: int = 1) -> Iterator[Fleet[Server]]:
-    """Servers by name, each started when it or the one before it is first asked for."""
-
-    def starting(deployment: Deployment, backend: OnCpu) -> Serve[Server]:
-        return lambda folder: serving(folder, deployment, backend)
-
-    with several(folder, {name: starting(*how) for name, how in wanted.items()}, ahead=ahead) as servers:
-        yield servers

@@ -19,10 +19,10 @@ from dflash_serve.doctor.evidence import interview
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.models.loader import load_drafter
 from dflash_torch.faults.replay import EmbeddedReference
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import word_problems
 from tests.support.tiny import edit_json
-from tests.support.vllm_server import OnCpu, Server, fleet, smollm2
+from tests.support.vllm_server import OnCpu, Server, serving, smollm2
 
 # Eight minutes on two cores: every fault that the doctor knows is replayed, and five servers are asked.
 wanted = os.environ.get("DFLASH_SERVE_TEST_DOCTOR") == "1"
@@ -59,7 +59,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
         edit_json(drafter / "config.json", change)
         (drafter / "provenance.json").unlink(missing_ok=True)
         fleets[cause] = (smollm2(BLOCK, drafter={"model": str(drafter)}), OnCpu())
-    with fleet(folder, fleets) as running:
+    with fleet(serving, folder, fleets) as running:
         yield running
 
 

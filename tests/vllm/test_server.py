@@ -35,10 +35,10 @@ from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
 from dflash_vllm.settings import static_schedule
-from tests.support.fleet import Fleet, ahead
+from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
-from tests.support.vllm_server import CROWD, LIMITS, PATIENCE, OnCpu, Server, fleet, smollm2
+from tests.support.vllm_server import CROWD, LIMITS, PATIENCE, OnCpu, Server, serving, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
@@ -95,7 +95,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
         "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
         "reduced": (smollm2(8, drafter={"model": str(write_reduced_drafter(folder / "reduced drafter"))}), OnCpu()),
     }
-    with fleet(folder, wanted, ahead=ahead(pytestconfig)) as running:
+    with fleet(serving, folder, wanted, ahead=ahead(pytestconfig)) as running:
         yield running
 
 
