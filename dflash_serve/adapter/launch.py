@@ -360,7 +360,7 @@ def running_server(
     # Only our own clients use the server, so it needs no key.
     serving = deployment.serving.model_copy(update={"api_key_file": None})
     launch = backend.launch(deployment.model_copy(update={"serving": serving}))
-    raise_problems([*launch.problems, *launch.problems_here], hint=HINT)
+    raise_problems(launch.problems_of_start, hint=HINT)
     port = free_port()
     command = launch.command(folder, port=port)
     require_program(command.argv, backend.name)  # before anything is written

@@ -80,6 +80,11 @@ class Launch(ABC):
         return ()
 
     @property
+    def problems_of_start(self) -> list[Problem]:
+        """All problems of a start on this machine."""
+        return [*self.problems, *self.problems_here]
+
+    @property
     def follows_cost(self) -> bool:
         """`width: auto` follows the load; False = it is the same width in every step."""
         return True

@@ -149,7 +149,7 @@ def _problems(launch: Launch, *, quiet: bool) -> list[Problem]:
     deployment = launch.deployment
     log = None if deployment.serving.log_format == "text" else lambda line: _remark(line, deployment)
     with shown(quiet=quiet, log=log), doing("checking the deployment"):
-        return [*launch.problems, *launch.problems_here]
+        return launch.problems_of_start
 
 
 def _require_startable(launch: Launch, problems: Sequence[Problem], host: str, port: int, backend_name: str) -> None:
@@ -232,8 +232,7 @@ def shown_launch(
     """The launch as far as it can be shown; `given` does not come from the deployment's file."""
     from dflash_serve.common.processes import missing_program
 
-    problems = [*launch.problems, *launch.problems_here]
-    shown = ShownLaunch(backend, launch.deployment, folder, problems, given=given)
+    shown = ShownLaunch(backend, launch.deployment, folder, launch.problems_of_start, given=given)
     try:
         command = launch.command(folder, host=host, port=port)
         shown = replace(shown, command=command)
