@@ -51,9 +51,7 @@ def row(folder: Path, repository: str = OTHER, target: str = OTHER) -> tuple[Cat
     config = checkpoint.config
     problems = [problem.what for problem in checkpoint.problems]
     unread = problems[0] if config is None and problems else None
-    heads = (
-        None if config is None else Heads.model_validate({name: getattr(config, name) for name in Heads.model_fields})
-    )
+    heads = None if config is None else Heads.model_validate(config.parts)
     weights, known = _weights(folder, checkpoint, raw), catalogued_target(target)
     family = known.family if known else None
     verdicts = {

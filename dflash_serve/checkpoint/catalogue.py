@@ -95,7 +95,7 @@ class DrafterSizes(Frozen):
             head_dim=self.head_dim,
             layers=tuple(AttentionKind(window=window) for window in windows),
             attention_bias=self.attention_bias,
-            **{name: getattr(heads, name) for name in Heads.model_fields},
+            **heads.parts,
         )
 
 
@@ -173,7 +173,7 @@ def _targets() -> Mapping[str, CataloguedTarget]:
 
 
 def catalogued_target(name: str) -> CataloguedTarget | None:
-    """What is known of a target, by its whole hub id in any case."""
+    """The configuration of a target that is found by its whole hub id, in capitals or not; None = it is not known."""
     return next((target for known, target in _targets().items() if known.lower() == name.lower()), None)
 
 

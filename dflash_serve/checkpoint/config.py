@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -68,6 +68,11 @@ class Heads(Frozen):
     def family(self) -> Literal["DFlash", "DFlash2", "DSpark"]:
         """Engines' name of the drafter's kind: DSpark with a Markov head, DFlash2 with a selector, else DFlash."""
         return "DSpark" if self.markov else "DFlash2" if self.selector else "DFlash"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Every part by its field's name; of a `DrafterConfig` its heads alone."""
+        return {name: getattr(self, name) for name in Heads.model_fields}
 
     @property
     def first_row(self) -> int:

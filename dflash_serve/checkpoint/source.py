@@ -28,7 +28,7 @@ COPIES = "*/*.safetensors"  # Weights in folders of a repository are further cop
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
 BUNDLED_CONFIGURATION = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
 """The bundled target's config.json alone, as `smollm2_folder` has it: to describe the target without PyTorch."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # `./x` and `~/x` are paths
 
 
 def drafter_source(name: str | Path) -> str | Path:
@@ -74,7 +74,7 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
 
     None: there is none, or `name` is no hub id.
     """
-    if not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+    if not HUB_ID.fullmatch(name):
         return None
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -106,7 +106,7 @@ def local_folder(folder_or_id: str | Path, revision: str | None = None, *, files
     if name == "auto":
         do = "name one: `dflash-serve drafters TARGET` lists those that are published"
         raise UserError("this command does not choose a drafter", where="drafter auto", do=do)
-    if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(name) or name.startswith((".", "~")):
+    if isinstance(folder_or_id, Path) or not HUB_ID.fullmatch(name):
         if name == ALIAS:
             raise UserError("the bundled target is the embedded engine's", where=name, do="use --backend torch")
         do = probably_meant(name, absent=True) or "give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16"

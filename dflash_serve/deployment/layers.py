@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from dflash_serve.checkpoint.source import ALIAS, HUB_ID
 from dflash_serve.common.documents import read_yaml
 from dflash_serve.common.settings import (
     ENV_PREFIX,
@@ -25,8 +25,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
-NAMES = ("auto", "smollm2")  # Models that are no folder, even where there is one of that name
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+NAMES = ("auto", ALIAS)  # Models that are no folder, even where there is one of that name
 COMMAND_LINE = "command line"
 
 

@@ -100,8 +100,7 @@ def _named_drafter(model: Model, layout: TargetLayout, target: TargetFiles) -> t
 
 def _of_row(usual: DrafterConfig, row: CataloguedDrafter) -> DrafterConfig:
     # A drafter of the usual shape with the heads of a row.
-    heads = row.heads or Heads()
-    return usual.model_copy(update={name: getattr(heads, name) for name in Heads.model_fields})
+    return usual.model_copy(update=(row.heads or Heads()).parts)
 
 
 def usual_drafter(layout: TargetLayout, target: TargetFiles, block_size: int) -> DrafterConfig:

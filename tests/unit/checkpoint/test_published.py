@@ -111,7 +111,7 @@ def test_a_published_config_is_what_the_catalogue_says_and_survives_its_own_dial
     assert problems == []
     assert config is not None
     assert config.block_size == drafter.block_size
-    assert Heads.model_validate({name: getattr(config, name) for name in Heads.model_fields}) == drafter.heads
+    assert Heads.model_validate(config.parts) == drafter.heads
     assert shapes_of_model(config) == expected_tensors(config)
     config, dialect = parse(config_json(drafter), Path("config.json"), problems)  # without its tensors' names
     assert config is not None
@@ -161,7 +161,7 @@ def test_every_figure_of_the_catalogue_has_its_source() -> None:
 
 @pytest.mark.parametrize("drafter", PUBLISHED_DRAFTERS, ids=lambda one: one.repository)
 def test_a_row_is_what_the_module_makes_of_the_checkpoint(drafter: CataloguedDrafter, tmp_path: Path) -> None:
-    """Of its config.json, and the headers of its weights where the drafter is read; what a person added stays."""
+    """A row is what its config.json gives, with the headers of its weights where it is read; a person's fields stay."""
     (tmp_path / "config.json").write_text(json.dumps(config_json(drafter)))
     config, _ = parsed(drafter)
     if config is not None:
