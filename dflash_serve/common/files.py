@@ -155,7 +155,7 @@ def temporary_folder() -> Path:
                     flock(file, LOCK_EX | LOCK_NB)
                     shutil.rmtree(lock.parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    unlocked = folder / f"{LOCK}.new"  # It gets its name once it is locked: nobody can lock it before us
+    unlocked = folder / f"{LOCK}.new"  # renamed when it is locked, so that no other process locks it first
     descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)  # never closed: the server inherits it
     flock(descriptor, LOCK_EX)
     os.set_inheritable(descriptor, True)

@@ -1,4 +1,4 @@
-"""What `make test`, `make test-all` and CI run: each suite is a target, none of which would end too late."""
+"""Suites of `make test`, `make test-all` and CI: each is a target, and one that would end too late is left out."""
 
 from __future__ import annotations
 

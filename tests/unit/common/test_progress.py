@@ -50,7 +50,7 @@ def test_a_log_gets_a_line_at_first_then_now_and_then_and_one_at_the_end(clock: 
     ]
     with doing("later"):
         clock[0] += 1000
-    assert len(lines) == 4, "nobody looks any more"
+    assert len(lines) == 4, "works are shown after the block has ended"
 
 
 def test_work_inside_other_work_is_shown_behind_it(clock: list[float]) -> None:

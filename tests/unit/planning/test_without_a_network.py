@@ -1,4 +1,4 @@
-"""A plan of a published drafter and its target asks nobody: what is not on this machine has the catalogue's sizes."""
+"""A plan of a published drafter and its target needs no network: sizes that are not here are the catalogue's."""
 
 from __future__ import annotations
 
