@@ -31,7 +31,7 @@ from dflash_serve.verify.questions import SCHEMA, STOP, Case, Question
 from dflash_serve.verify.tokens import Piece
 
 SEED = "seed"
-CHOICE = "\\0"  # Between the texts of several choices
+CHOICE = "\\0"  # Between the texts and the finish reasons of several choices
 LOGPROBS_OFF = 0.05
 """Share of log-probabilities that may differ by more than rounding does. Those of another model nearly all differ."""
 
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
     pieces: list[Piece]
     text: str = ""
     usage: int | None = None  # Tokens by the server's own count
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # Those of several choices are joined as their texts are
     choices: int = 1
     logprobs: list[float] | None = None  # One for each piece, where the request asks for them
     prompt_ids: list[int] | None = None  # Token ids of the prompt, where the server tells them
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
             list(reply.pieces),
             CHOICE.join(choice.text for choice in choices),
             reply.completion_tokens,
-            reply.finish_reason,
+            CHOICE.join(choice.finish_reason or "" for choice in choices) or None,
             len(choices),
             None if reply.logprobs is None else [one.logprob for one in reply.logprobs],
             None if reply.prompt_ids is None else list(reply.prompt_ids),
@@ -146,7 +146,9 @@ def kept(question: Question, answer: Answer, unit: str) -> Iterator[tuple[str, b
     if choices > 1:
         yield "n", answer.choices == choices
     if "response_format" in more:
-        yield "response_format", all(_is_of_schema(text, answer.finish_reason) for text in answer.text.split(CHOICE))
+        reasons = (answer.finish_reason or "").split(CHOICE)
+        each = zip_longest(answer.text.split(CHOICE), reasons, fillvalue="")
+        yield "response_format", all(_is_of_schema(text, reason) for text, reason in each)
 
 
 def comparable(case: Case, plain: Answer, other: Answer) -> tuple[list[Piece], list[Piece]]:
@@ -179,7 +181,7 @@ def _text(answer: Answer) -> tuple[str, str]:
     return answer.reasoning, answer.text
 
 
-def _is_of_schema(text: str, finish_reason: str | None) -> bool:
+def _is_of_schema(text: str, finish_reason: str) -> bool:
     # an answer that was cut off must begin as an object does
     if finish_reason == "length":
         return text.lstrip()[:1] in ("", "{")

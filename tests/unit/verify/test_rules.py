@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dflash_serve.client.endpoint import Reply, ScoredToken
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.verify.questions import LOGPROBS, STOP, Question
+from dflash_serve.verify.questions import JSON, LOGPROBS, STOP, Question
 from dflash_serve.verify.rules import Answer, Asked, RuleCheck, check_rules, comparable
 
 IDS = (5, 6, 7)
@@ -50,6 +51,19 @@ def test_the_text_of_a_reasoning_parser_keeps_the_rules_of_an_answer(
     plain = Reply("", IDS, reasoning="so")
     assert not checked(params, plain, plain)[rule].broken
     assert checked(params, plain, Reply("", IDS, **changes))[rule].broken == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "broken"),
+    [('{ "answer": ', "length", 0), ('{ "answer": ', "stop", 1), ("I say ", "length", 1)],
+)
+def test_each_choice_keeps_the_rules_by_its_own_finish_reason(text: str, ended: str, broken: int) -> None:
+    whole = Reply('{"answer": "no"}', IDS, finish_reason="stop")
+    two = [replace(whole, choices=(whole, one)) for one in (whole, Reply(text, IDS, finish_reason=ended))]
+    question = Question("hello", JSON.params, {**JSON.more, "n": 2})
+    asked = Asked("n 2", 1, question, True, *map(Answer.of, two))
+    found = {check.rule: check for check in check_rules([asked], "token ids", NOISE)}["response_format"]
+    assert (found.broken, found.honoured) == (broken, True)
 
 
 @pytest.mark.parametrize(
