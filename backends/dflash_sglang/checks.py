@@ -219,7 +219,7 @@ def _heads(settings: SGLangSettings) -> Iterator[Problem]:
 def _precision(settings: SGLangSettings) -> Iterator[Problem]:
     yield from _target_precision(settings)
     if settings.deployment.kv_cache.dtype == "nvfp4":
-        if settings.gpu is not None and not settings.gpu.is_blackwell:
+        if settings.gpu is not None and not settings.gpu.has_fp4:
             yield Problem(f"{settings.gpu.name} has no FP4 arithmetic", "kv_cache.dtype", "use fp8 or bfloat16")
         elif settings.checkpoint is not None:
             what = "SGLang refuses DFlash on NVFP4 keys and values (arg_groups/kv_cache_hook.py)"

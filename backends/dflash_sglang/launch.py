@@ -37,12 +37,13 @@ DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
-def draft_kernels(gpu: Gpu) -> str:
-    """SGLang's name of the drafter's attention kernels, whose block is not causal: those of Blackwell or of Hopper.
+def draft_kernels(gpu: Gpu) -> str | None:
+    """SGLang's name of the drafter's attention kernels, whose block is not causal; None = SGLang's own choice.
 
+    FlashAttention 4 runs on SM100 and SM103, FlashAttention 3 up to SM90 (attention_registry.py).
     The target's are SGLang's choice, by model: Gemma 4 has none but `triton` on Hopper, Inkling none but `fa4`.
     """
-    return "fa4" if gpu.is_blackwell else "fa3"
+    return "fa4" if gpu.is_sm100 else "fa3" if gpu.compute <= 90 else None
 
 
 def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:
@@ -236,8 +237,9 @@ class SGLangLaunch(SGLangSettings):
             yield "--sampling-defaults", "openai"
         if self.deployment.speculation.draft_window is not None:
             yield "--speculative-draft-window-size", str(self.deployment.speculation.draft_window)
-        if self.gpu is not None and DRAFT_KERNELS not in self.given:
-            yield f"--{DRAFT_KERNELS}", draft_kernels(self.gpu)
+        kernels = draft_kernels(self.gpu) if self.gpu is not None else None
+        if kernels is not None and DRAFT_KERNELS not in self.given:
+            yield f"--{DRAFT_KERNELS}", kernels
 
     def _max_batch_size(self) -> Choice:
         copies = self.deployment.parallel.data

@@ -107,12 +107,15 @@ def _target_precision(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     if quantization in ("fp8", "nvfp4") and native is None:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
         yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
-    if gpu is not None and not gpu.is_blackwell:
+    if gpu is not None:
         kv = settings.deployment.kv_cache.dtype
         for where, formats in (("target.quantization", (quantization, native)), ("kv_cache.dtype", (kv,))):
-            if "nvfp4" in formats:
+            if "nvfp4" in formats and not gpu.has_fp4:
                 what = f"NVFP4 arithmetic needs Blackwell, {gpu.name} is SM{gpu.compute}"
-                yield Problem(what, where, "use fp8, or b200 or b300")
+                yield Problem(what, where, f"use {'fp8' if gpu.has_fp8 else 'bfloat16'}, or b200 or b300")
+            if "fp8" in formats and not gpu.has_fp8:
+                what = f"FP8 arithmetic needs SM89 or newer, {gpu.name} is SM{gpu.compute}"
+                yield Problem(what, where, "use bfloat16, or a newer GPU, or --backend sglang or vllm")
 
 
 def _kv_dtype(settings: TensorRTLLMSettings) -> Iterator[Problem]:
@@ -155,7 +158,7 @@ def _drafter_fits(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     if wanted not in ("none", have):
         what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {wanted}"
         yield Problem(what, "drafter.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
-    if have == "nvfp4" and settings.gpu is not None and not settings.gpu.is_blackwell:
+    if have == "nvfp4" and settings.gpu is not None and not settings.gpu.has_fp4:
         what = f"an NVFP4 drafter needs Blackwell, {settings.gpu.name} is SM{settings.gpu.compute}"
         yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
     yield from block_problems(settings.deployment, settings.drafter)

@@ -170,7 +170,7 @@ class TensorRTLLMSettings(EngineLaunch):
         if self.drafter is None or self.implementation == "ours" or self.gpu is None:
             return "VANILLA"
         has_kernels = trtllm_gen_has(self.drafter) and not has_two_sided_windows(self.drafter)
-        if self.gpu.is_blackwell and self.release >= TRTLLM_ATTENTION and has_kernels:
+        if self.gpu.is_sm100 and self.release >= TRTLLM_ATTENTION and has_kernels:
             return "TRTLLM"
         has_fa4 = self.decoding_type == "DFlash" and self.release >= FA4_ATTENTION
         return "FA4" if self.gpu.compute == 90 and has_fa4 else "VANILLA"

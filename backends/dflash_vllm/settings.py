@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.checkpoint.config import BF16, weight_bytes
-from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.gpus import GIB, GPUS
 from dflash_serve.deployment.variables import given_cost, given_survival
 
 from .drafter_rules import V1_VARIABLE, verifies_whole_blocks
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from dflash_serve.speculation.costs import CostModel
 
 Row = list[int]  # vLLM's: first batch size, last one, drafted tokens (slots without the anchor)
-ROWS, ROWS_OF_A_LARGE_GPU, LARGE_GPU = 8192, 16384, 160 * GIB
+ROWS, ROWS_OF_A_LARGE_GPU, ROWS_OF_A_SMALL_GPU = 8192, 16384, 2048
+LARGE_GPU, SMALL_GPU = 160 * GIB, 70 * GIB  # an A100 counts as small, too
 """vLLM's defaults of max_num_batched_tokens, and the memory from which on it takes the second (engine/arg_utils.py)."""
 DEFAULT_REQUESTS = 256  # tables of widths need a number; vLLM's own 1024 blocks would be more rows than a step has
 OVERHEAD = 6 * GIB  # CUDA context, NCCL, workspaces, CUDA graphs, activations of a prefill
-KNEE, KNEE_OF_A_CPU = 256, 8
-"""Rows from which on arithmetic takes longer than reading the weights in bf16: 990 TFLOP/s / 3.35 TB/s = 296 on an
-H100, 2250 / 8 = 281 on a B200; a CPU's is guessed. Served steps correct what follows from it."""
-BANDWIDTH, BANDWIDTH_OF_A_CPU = 3.35e12, 5e10  # bytes/s: an H100's, and a guess; too much costs less than too little
+KNEE_OF_A_CPU, BANDWIDTH_OF_A_CPU = 8, 5e10
+"""A guess of a CPU's bytes/s, and of the rows from which on its arithmetic takes longer than reading the weights. Too
+much costs less than too little, and served steps correct what follows from it."""
 NOT_TRIMMED = {
     *("enable-lora", "enable-return-routed-experts", "return-sampling-mask"),  # refused beside it (config/vllm.py)
     *("attention-backend", "attention-config", "compilation-config", "enforce-eager", "optimization-level"),
@@ -161,10 +161,11 @@ class VLLMSettings(EngineLaunch):
         target = self.target
         idle = 1 - target.experts_per_token / target.experts if target.experts else 0.0
         head = self.drafter.vocab_size * self.drafter.hidden_size * BF16
-        rate = self.deployment.parallel.tensor * (BANDWIDTH_OF_A_CPU if self.on_cpu else BANDWIDTH)
+        gpu = self.gpu or GPUS["h100"]
+        rate = self.deployment.parallel.tensor * (BANDWIDTH_OF_A_CPU if self.on_cpu else gpu.bandwidth)
         step = (target.weight_bytes - idle * target.expert_bytes) / rate
         draft = (weight_bytes(self.drafter) + head) / rate
-        knee = KNEE_OF_A_CPU if self.on_cpu else KNEE
+        knee = KNEE_OF_A_CPU if self.on_cpu else int(gpu.flops / gpu.bandwidth)
         blocks = max(1, knee // self.block_size)
         return json.dumps(
             {
@@ -188,7 +189,11 @@ class VLLMSettings(EngineLaunch):
     def rows(self) -> int:
         """Rows of one step of the target; more where a full batch of blocks, or a prompt in one piece, needs them."""
         limits = self.deployment.limits
-        own = ROWS if self.gpu is None or self.gpu.memory < LARGE_GPU else ROWS_OF_A_LARGE_GPU
+        own, gpu = ROWS, self.gpu
+        if gpu is not None and (gpu.memory < SMALL_GPU or gpu.compute == 80):
+            own = ROWS_OF_A_SMALL_GPU
+        elif gpu is not None and gpu.memory >= LARGE_GPU:
+            own = ROWS_OF_A_LARGE_GPU
         given = {name.replace("_", "-"): value for name, value in self.engine_args.items()}
         if given.get("enable-chunked-prefill") is False or given.get("no-enable-chunked-prefill") is True:
             own = max(own, limits.max_model_len or self.target.shape.max_position_embeddings or 0)

@@ -237,10 +237,11 @@ class EngineLaunch(Launch):
             yield from precision_notes(drafter.model, target.model, asked or self.target.native_quantization)
 
     def _unpacked(self) -> Iterator[str]:
-        formats = (self.deployment.target.quantization, self.target.native_quantization)
-        if "nvfp4" in formats and self.gpu is not None and not self.gpu.is_blackwell:
-            name = self.gpu.name
-            yield f"{name} has no FP4 arithmetic: NVFP4 weights are unpacked at each use, which only saves memory"
+        formats, gpu = (self.deployment.target.quantization, self.target.native_quantization), self.gpu
+        for name, kind in (("nvfp4", "FP4"), ("fp8", "FP8")):
+            if gpu is not None and name in formats and not (gpu.has_fp4 if name == "nvfp4" else gpu.has_fp8):
+                what = f"{gpu.name} has no {kind} arithmetic: {name.upper()} weights are unpacked at each use"
+                yield f"{what}, which only saves memory"
 
     def command(self, folder: Path, *, host: str = "127.0.0.1", port: int = 8000) -> Command:
         return self._command(folder.resolve(), host, port)

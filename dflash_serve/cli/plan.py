@@ -16,13 +16,14 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import overlay
+from dflash_serve.deployment.gpus import GPUS
 
 if TYPE_CHECKING:
     from dflash_serve.planning.plan import Plan
 
 TOP = 12  # Lines of a front in the terminal, at most
 UNCUT = 200  # Columns of output that no terminal shows: no table of a plan is as wide
-Gpu = Annotated[str | None, Option(help="Kind of GPU: h100, h200, b200, b300, gb200, gb300.")]
+Gpu = Annotated[str | None, Option(help=f"Kind of GPU: {', '.join(GPUS)}.")]
 Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
 Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]

@@ -93,7 +93,21 @@ Count = Annotated[PositiveInt, Field(lt=2**31)]
 Width = Annotated[int | Literal["auto", "off"], BeforeValidator(_width)]
 """Slots verified per step, with the anchor: a number, `auto` (chosen by measured cost), or `off`."""
 GpuName = Annotated[
-    Literal["none", "h100", "h200", "b200", "b300", "gb200", "gb300"],
+    Literal[
+        "none",
+        "a100",
+        "l40s",
+        "h100",
+        "h200",
+        "b200",
+        "b300",
+        "gb200",
+        "gb300",
+        "rtx-pro-6000",
+        "rtx-5090",
+        "rtx-6000d",
+        "gb10",
+    ],
     BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name),
 ]
 
@@ -194,8 +208,9 @@ class Hardware(Frozen):
     """Hardware of the server."""
 
     gpu: GpuName | None = None
-    """Kind of GPU, whose memory and number formats are checked before launch. gb200 and gb300 are beside a Grace CPU
-    (arm64, four on a node); `none` = a CPU, None = the machine's own."""
+    """Kind of GPU, whose memory, number formats and kernels are checked before launch. gb200, gb300 and gb10 are beside
+    a Grace CPU (arm64; four, four and one on a node); a100 is the one of 80 GB. `none` = a CPU; `auto` = the machine's
+    own, by nvidia-smi; None = the machine's own, of which nothing is known before launch."""
     count: Count = 1
     """GPUs of one server on all its nodes together; must equal the product of the `parallel` sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

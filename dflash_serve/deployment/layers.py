@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.source import ALIAS, HUB_ID
 from dflash_serve.common.documents import read_yaml
+from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.settings import (
     ENV_PREFIX,
     NESTED,
@@ -22,10 +23,12 @@ from dflash_serve.common.settings import (
     without_nulls,
 )
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GPUS, named_by
 from dflash_serve.errors import UserError
 
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
-NAMES = ("auto", ALIAS)  # Models that are no folder, even where there is one of that name
+AUTO = "auto"
+NAMES = (AUTO, ALIAS)  # Models that are no folder, even where there is one of that name
 COMMAND_LINE = "command line"
 
 
@@ -88,6 +91,9 @@ def load_layers(path: Path | None = None, flags: Mapping[str, Any] | None = None
         merged = overlay(merged, _spelt_as(merged, layer))
     if _target(merged) != target and not _has(merged, ["serving", "served_model_name"]):
         merged = overlay(merged, {"serving": {"served_model_name": target}})  # clients see no absolute path
+    hardware = merged.get("hardware")
+    if isinstance(hardware, Mapping) and str(hardware.get("gpu")).lower() == AUTO:
+        merged = overlay(merged, {"hardware": {"gpu": _gpu_here()}})
     try:
         deployment = Deployment.model_validate(merged)
     except ValidationError as error:
@@ -135,6 +141,17 @@ def _is_there(path: Path, *, folder: bool = False) -> bool:
         return path.is_dir() if folder else path.exists()
     except OSError:  # no file system has such a name
         return False
+
+
+def _gpu_here() -> str:
+    products = sorted(set(query_gpus("name")))
+    where, do = "hardware.gpu", f"name one: {', '.join(GPUS)}; or leave it out"
+    if len(products) != 1:
+        found = "nvidia-smi finds no GPU" if not products else f"there are several kinds: {', '.join(products)}"
+        raise UserError(f"auto takes this machine's GPU, and {found}", where=where, do=do)
+    if (gpu := named_by(products[0])) is None:
+        raise UserError(f"nothing is known of this machine's {products[0]}", where=where, do=do)
+    return gpu.name
 
 
 def _target(layer: Mapping[str, Any]) -> object:

@@ -48,7 +48,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "drafter": asked.deployment.drafter.model if asked.deployment.drafter else None,
             "block_size": asked.block_size,
             "backend": asked.backend,
-            "gpu": asked.on.gpu.name,
+            "gpu": asked.on.name,
             "count": asked.count,
             "isl": asked.load.isl,
             "osl": asked.load.osl,

@@ -129,7 +129,7 @@ class Plan:
     def copies_in_one_server(self) -> int:
         """Copies of the model in one server, which stays within a node. All other copies are in servers like it."""
         several = backend(self.question.backend).facts.data_parallel
-        room = self.question.on.gpu.per_node // self.chosen.split.tensor if several else 1
+        room = self.question.on.per_node // self.chosen.split.tensor if several else 1
         return max(copies for copies in range(1, room + 1) if self.copies % copies == 0)
 
     @property
@@ -196,7 +196,7 @@ class Plan:
         if self.copies > 1:
             most += f" on each copy, {chosen.batch * self.copies} on all {self.copies}"
         return (
-            f"Run {asked.pair.layout.shape.name} on {asked.on.gpu.name.upper()} with {chosen.split}{copies}, "
+            f"Run {asked.pair.layout.shape.name} on {asked.on.name.upper()} with {chosen.split}{copies}, "
             f"{width}{wide}, at most {most}."
         )
 
@@ -261,7 +261,7 @@ class Plan:
             yield f"{told} Measure with `bench`, then --calibrate."
         if asked.pair.layout.experts:
             missed = "; on Hopper, published gpt-oss-120b cells were missed by -35 to +35 %"
-            where = "" if asked.on.gpu.is_blackwell else missed
+            where = missed if asked.on.compute == 90 else ""
             yield f"Experts are taken as chosen independently by every slot of a block{where}."
         room = self.room[chosen.split]
         if asked.pair.layout.state_bytes and room.plain > room.speculative:
@@ -351,7 +351,7 @@ def make_plan(question: PlanQuestion) -> Plan:
         if question.most(split) == 0:
             do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
             raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
-        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.gpu.name}"
+        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
     curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]

@@ -16,6 +16,7 @@ from dflash_serve.adapter.checks import (
 )
 from dflash_serve.common.documents import read_json
 from dflash_serve.deployment.description import Deployment, Parallel
+from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.planning.prediction import (
     FITTED,
@@ -28,9 +29,7 @@ from dflash_serve.planning.prediction import (
     fit,
 )
 from dflash_serve.planning.step_times import (
-    SPECIFICATIONS,
     Pair,
-    Specification,
     Split,
     StepTimes,
     priced,
@@ -89,7 +88,7 @@ class PlanQuestion:
 
     deployment: Deployment
     backend: str
-    on: Specification
+    on: Gpu
     pair: Pair
     block_size: int
     load: Load
@@ -145,12 +144,12 @@ class PlanQuestion:
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 do = "leave it out: a plan has TP, EP and copies alone"
                 raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
-        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, self.on.gpu.per_node)]
+        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, self.on.per_node)]
         tensors = [size for size in sizes if not list(self._split_problems(size))]
         if "tensor" in parallel.model_fields_set:
             for what in self._split_problems(parallel.tensor):
                 possible = " or ".join(map(str, tensors))
-                more = "; more GPUs (--count) allow more" if self.count < self.on.gpu.per_node else ""
+                more = "; more GPUs (--count) allow more" if self.count < self.on.per_node else ""
                 raise UserError(what, where="--tensor", do=f"use {possible or 'another'}{more}")
             tensors = [parallel.tensor]
         asked = {parallel.expert} if "expert" in parallel.model_fields_set else None
@@ -175,8 +174,8 @@ class PlanQuestion:
         return priced(self.pair, self.on, split, self.constants.tables, self.block_size, self.load.context)
 
     def _split_problems(self, tensor: int) -> Iterator[str]:
-        if tensor > self.on.gpu.per_node:
-            yield f"TP {tensor} is more than the {self.on.gpu.per_node} GPUs of a node"
+        if tensor > self.on.per_node:
+            yield f"TP {tensor} is more than the {self.on.per_node} GPUs of a node"
         if self.count % tensor:
             yield f"TP {tensor} does not divide {self.count} GPU{'s' * (self.count > 1)}"
         parallel, copies = self.deployment.parallel, self.count // tensor
@@ -186,19 +185,19 @@ class PlanQuestion:
             yield f"TP {tensor}: {problem.what} ({problem.where})"
 
 
-def specification(gpu: str | None) -> Specification:
+def specification(gpu: str | None) -> Gpu:
     """The data sheet of a GPU.
 
     Raises:
         UserError: no GPU was named, or its data sheet is not known.
     """
-    have = ", ".join(SPECIFICATIONS)
+    have = ", ".join(GPUS)
     if gpu is None:
         raise UserError("which GPU?", where="--gpu", do=f"name one: {have}")
-    if (gpu := gpu.lower()) in SPECIFICATIONS:
-        return SPECIFICATIONS[gpu]
+    if (gpu := gpu.lower()) in GPUS:
+        return GPUS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
-    raise UserError(what, where="--gpu", do=f"there are: {have}")  # six names: a list is plainer than a guess
+    raise UserError(what, where="--gpu", do=f"there are: {have}")
 
 
 def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:

@@ -35,7 +35,7 @@ from dflash_serve.checkpoint.files import QUANT_CONFIG
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment.description import Model
-from dflash_serve.deployment.gpus import GPUS, Gpu
+from dflash_serve.deployment.gpus import Gpu
 from dflash_serve.errors import first_line
 
 LIBRARY = "aiconfigurator_core"
@@ -123,35 +123,12 @@ class StepTimes(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Specification:
-    """A GPU's data sheet (dense figures), and what the operator tables call it."""
-
-    gpu: Gpu
-    system: str
-    bandwidth: float  # Bytes/s of its memory
-    flops: float  # bf16, per second; FP8 has twice, FP4 four times as many (FP4 on Blackwell alone)
-    link: float  # Bytes/s to its neighbours, one way
-
-
-SPECIFICATIONS = {
-    each.gpu.name: each
-    for each in (
-        Specification(GPUS["h100"], "h100_sxm", 3.35e12, 0.99e15, 450e9),
-        Specification(GPUS["h200"], "h200_sxm", 4.8e12, 0.99e15, 450e9),
-        Specification(GPUS["b200"], "b200_sxm", 7.7e12, 2.25e15, 900e9),
-        Specification(GPUS["b300"], "b300_sxm", 7.75e12, 2.25e15, 900e9),
-        Specification(GPUS["gb200"], "gb200", 8.0e12, 2.5e15, 900e9),
-        Specification(GPUS["gb300"], "gb300", 8.0e12, 2.5e15, 900e9),
-    )
-}
 OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 """Shares of the data sheet that large copies and large matrix products reach."""
 ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
 MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
 RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the operator tables' library counts them
 ABSORBED = 1088  # Multiplications of a head with one token's latent vector while decoding: DeepSeek's 512 + 64, and 512
-FASTER = {"fp8": 2.0, "nvfp4": 4.0, "mxfp4": 4.0}
 
 
 def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
@@ -160,19 +137,19 @@ def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
     return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
 
 
-def _tokens(pair: Pair, on: Specification, split: Split, context: int, *, drafts: bool) -> int:
+def _tokens(pair: Pair, on: Gpu, split: Split, context: int, *, drafts: bool) -> int:
     # Tokens of all requests, each of `context` tokens, on a device beside the target. The library of the tables is not
     # asked: it counts no scales of MXFP4 and INT4 weights, Qwen3.5's recurrent state once a token, and none of
     # Nemotron-H's.
     layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
-    free = MEMORY_SHARE * on.gpu.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
+    free = MEMORY_SHARE * on.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
         free -= weight_bytes(drafter) / tensor
         request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
     if pair.memory_fraction is not None:
-        free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.gpu.memory)
+        free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.memory)
     return max(0, int(free * context / max(1, request + states * layout.state_bytes / tensor)))
 
 
@@ -181,12 +158,12 @@ class Roofline:
     """`StepTimes` from the data sheet."""
 
     pair: Pair
-    on: Specification
+    on: Gpu
     split: Split
 
     @property
     def basis(self) -> str:
-        return f"roofline of the {self.on.gpu.name.upper()}'s data sheet"
+        return f"roofline of the {self.on.name.upper()}'s data sheet"
 
     def verify(self, batch: int, width: int, context: int) -> Milliseconds:
         layout = self.pair.layout
@@ -230,10 +207,8 @@ class Roofline:
 
     def _pass(self, read: float, parameters: float, rows: int, cached: float, layers: int) -> Milliseconds:
         on, tensor = self.on, self.split.tensor
-        precision = self._precision  # Hopper has no FP4 arithmetic
-        speed = on.flops * (FASTER.get(precision, 1.0) if on.gpu.is_blackwell or precision == "fp8" else 1.0)
         memory = (read + cached) / tensor / (OF_BANDWIDTH * on.bandwidth)
-        arithmetic = 2 * parameters * rows / tensor / (OF_FLOPS * speed)
+        arithmetic = 2 * parameters * rows / tensor / (OF_FLOPS * on.speed(self._precision))
         total = 1e3 * (memory + arithmetic)
         if tensor > 1:
             moved = 2 * rows * self.pair.layout.shape.hidden_size
@@ -287,12 +262,14 @@ def shipped_configuration(name: str) -> Path | None:
 
 
 def priced(
-    pair: Pair, on: Specification, split: Split, engine: str, block_size: int, context: int
+    pair: Pair, on: Gpu, split: Split, engine: str, block_size: int, context: int
 ) -> tuple[StepTimes, str | None]:
     """The operator tables of an engine where they can price a split, else the roofline, and why it is that."""
     by_hand = Roofline(pair, on, split)
     if not tables_installed():
         return by_hand, "the operator tables are not installed (pip install 'dflash-serve[plan]')"
+    if on.system is None:
+        return by_hand, f"no operator was measured on {on.name}"
     try:
         measured = Tables(pair, on, split, engine)
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
@@ -308,7 +285,7 @@ class Tables:
         Exception: the library's own, of many kinds, where it cannot price this; see `priced`.
     """
 
-    def __init__(self, pair: Pair, on: Specification, split: Split, engine: str) -> None:
+    def __init__(self, pair: Pair, on: Gpu, split: Split, engine: str) -> None:
         self.pair, self.on, self.split, self.engine = pair, on, split, engine
         tensor, expert = split.tensor, split.expert
         self._options = {"tp_size": tensor, **quantization(pair, on)}
@@ -406,14 +383,14 @@ def _sum(ops: Iterable[Sequence[Any]]) -> Milliseconds:
     return Milliseconds(**parts)
 
 
-def quantization(pair: Pair, on: Specification) -> dict[str, str]:
+def quantization(pair: Pair, on: Gpu) -> dict[str, str]:
     """The library's words for number formats that it would not choose itself, or not well.
 
     gpt-oss's MXFP4 runs as w4a8 on Blackwell and as w4a16 on Hopper; the library takes w4a16 everywhere.
     """
     asked, native, found = pair.model.quantization, pair.layout.native_quantization, {}
     if native == "mxfp4":
-        found["moe_quant_mode"] = "w4a8_mxfp4_mxfp8" if on.gpu.is_blackwell else "w4a16_mxfp4"
+        found["moe_quant_mode"] = "w4a8_mxfp4_mxfp8" if on.is_sm100 else "w4a16_mxfp4"
     elif asked in QUANTIZED and native is None:
         found["gemm_quant_mode"], moe = QUANTIZED[asked]
         found |= {"moe_quant_mode": moe} if pair.layout.experts else {}

@@ -29,6 +29,7 @@ pytest.importorskip("sglang")
 __all__ = ["hub"]
 
 BACKEND = SGLangBackend()
+SM120 = {"has_flashinfer": True, "is_sm120": True, "is_blackwell": True}
 FACTS = {
     "h200": {"is_sm90": True, "is_hopper_with_cuda_12_3": True, "device_sm": 90, "device_capability": (9, 0)},
     "b200": {
@@ -38,7 +39,13 @@ FACTS = {
         "device_sm": 100,
         "device_capability": (10, 0),
     },
+    "rtx-5090": {**SM120, "device_sm": 120, "device_capability": (12, 0)},
+    "gb10": {**SM120, "device_sm": 121, "device_capability": (12, 1)},
+    "l40s": {"has_flashinfer": True, "device_sm": 89, "device_capability": (8, 9)},
+    "a100": {"has_flashinfer": True, "device_sm": 80, "device_capability": (8, 0)},
 }
+LARGE = ("h200", "b200")
+KERNELS = {"h200": "fa3", "b200": "trtllm_mha"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tensor": 2},
@@ -48,8 +55,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two-nodes": {"tensor": 16, "nodes": 2},
 }
 MATRIX = [
-    *((gpu, "none", layout) for gpu in FACTS for layout in LAYOUTS),
-    *((gpu, precision, layout) for gpu in FACTS for precision in ("fp8", "fp8-online") for layout in ("one", "tp8ep8")),
+    *((gpu, "none", layout) for gpu in LARGE for layout in LAYOUTS),
+    *((gpu, precision, layout) for gpu in LARGE for precision in ("fp8", "fp8-online") for layout in ("one", "tp8ep8")),
+    *((gpu, "none", "one") for gpu in FACTS if gpu not in LARGE),
     *(("b200", "nvfp4", layout) for layout in ("one", "tp8ep8")),
 ]
 
@@ -78,7 +86,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def resolve(argv: tuple[str, ...], gpu: str) -> Any:
         assert argv[1:3] == ("-m", "sglang.launch_server")
-        with override_platform(is_cuda=True, **FACTS["b200" if GPUS[gpu].is_blackwell else "h200"]):
+        with override_platform(is_cuda=True, **FACTS.get(gpu, FACTS["b200" if GPUS[gpu].is_sm100 else "h200"])):
             server_args = prepare_server_args([*argv[3:], "--device", "cuda"])
             server_args.resolve_once()
             server_args.check_server_args()
@@ -124,8 +132,9 @@ def test_sglang_understands_what_we_write(
     assert resolved.speculative_num_draft_tokens == 8
     assert resolved.speculative_draft_model_quantization is None
     assert resolved.speculative_draft_kv_cache_dtype == "bfloat16"
-    assert resolved.speculative_draft_attention_backend == draft_kernels(GPUS[gpu])
-    assert resolved.attention_backend == ("trtllm_mha" if GPUS[gpu].is_blackwell else "fa3"), "SGLang's own choice"
+    kernels = KERNELS.get(gpu, "flashinfer")
+    assert resolved.speculative_draft_attention_backend == (draft_kernels(GPUS[gpu]) or kernels)
+    assert resolved.attention_backend == kernels, "SGLang's own choice"
     assert (resolved.tp_size, resolved.ep_size) == (parallel.get("tensor", 1), parallel.get("expert", 1))
     assert resolved.attn_dp_size == (8 if "attention_data" in parallel else 1)
     assert (resolved.nnodes, resolved.node_rank) == ((2, 1) if "nodes" in parallel else (1, 0))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dflash_serve.adapter.registry import backend as backend_named
+from dflash_serve.deployment.gpus import GPUS
 from tests.support.chart import (
     BACKENDS,
     CASES,
@@ -220,6 +221,32 @@ def test_a_gpu_is_whole_and_its_node_runs_the_image(name: str, architecture: str
     found = {each["key"]: (each["operator"], each.get("values", [])) for each in term["matchExpressions"]}
     assert found["kubernetes.io/arch"] == ("In", [architecture])
     assert found["nvidia.com/gpu.slices.gi"] == ("DoesNotExist", [])
+
+
+def test_every_gpu_has_nodes_of_its_own_and_time_to_load_what_it_holds() -> None:
+    nodes = {}
+    for gpu in GPUS.values():
+        manifests = render(values("sglang", {**QWEN, "hardware": {"gpu": gpu.name}}))
+        affinity = server_pod(manifests)["spec"]["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        nodes[gpu.name] = term["matchExpressions"]
+        probe = server(manifests)["startupProbe"]
+        rate = yaml.safe_load((CHART / "values.yaml").read_text())["startup"]["gigabytesPerSecond"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] > gpu.memory / 1e9 / rate
+    for gpu in GPUS.values():
+        major, minor = divmod(gpu.compute, 10)
+        labels = {
+            "nvidia.com/gpu.compute.major": major, "nvidia.com/gpu.compute.minor": minor,
+            "nvidia.com/gpu.memory": gpu.memory >> 20, "kubernetes.io/arch": "arm64" if gpu.arm else "amd64",
+        }  # fmt: skip
+        assert [name for name, terms in nodes.items() if all(holds(term, labels) for term in terms)] == [gpu.name]
+
+
+def holds(term: dict[str, Any], labels: dict[str, Any]) -> bool:
+    have, wanted = labels.get(term["key"]), term.get("values", [])
+    if term["operator"] in ("Gt", "Lt"):
+        return (int(have) > int(wanted[0])) is (term["operator"] == "Gt")
+    return (str(have) in wanted) if term["operator"] == "In" else have is None
 
 
 def test_a_pod_asks_for_its_share_of_the_node() -> None:

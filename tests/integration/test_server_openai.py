@@ -298,10 +298,15 @@ def test_acceptance_comes_on_demand_in_vllms_shape(client: OpenAI, stream: bool)
     assert metrics["num_spec_tokens"] == 3
     assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"] == len(metrics["per_step_drafted"])
     assert sum(metrics["per_step_accepted"]) == metrics["num_accepted_draft_tokens"]
+    details = last.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == metrics["num_accepted_draft_tokens"]
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == metrics["num_draft_tokens"] > 0
     expected = 1 + metrics["num_accepted_draft_tokens"] / metrics["num_spec_steps"]
     assert metrics["mean_acceptance_length"] == pytest.approx(expected)
     assert chat(client).model_extra["metrics"] is None
-    assert chat(client, n=2, extra_body=extra).model_extra["metrics"]["speculative_decoding"] is None
+    two = chat(client, n=2, extra_body=extra)
+    assert two.model_extra["metrics"]["speculative_decoding"] is None
+    assert two.usage.completion_tokens_details.rejected_prediction_tokens >= details.rejected_prediction_tokens
 
 
 def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI, served: Running) -> None:

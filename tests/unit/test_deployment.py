@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from dflash_serve.deployment import description as deployment
+from dflash_serve.deployment import layers
 from dflash_serve.deployment.description import INSTEAD, SECRET, Deployment
+from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.deployment.layers import load_deployment, load_layers
 from dflash_serve.errors import UserError
 
@@ -300,6 +302,49 @@ def test_paths_of_a_file_are_taken_from_its_folder_and_those_of_flags_from_the_w
     assert from_flag.serving.served_model_name == "own"
     monkeypatch.setenv("DFLASH_SERVE_TARGET__MODEL", "./nothing/is/here")
     assert load_deployment(path).target.model == str(tmp_path / "here/nothing/is/here")
+
+
+PRODUCTS = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA B300 SXM6 AC": "b300",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
+    "NVIDIA GeForce RTX 5090": "rtx-5090",
+    "NVIDIA RTX 6000D": "rtx-6000d",
+    "NVIDIA GB10": "gb10",
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
+    assert {*PRODUCTS.values()} == {*GPUS}
+    monkeypatch.setattr(layers, "query_gpus", lambda field: [product] * 8)
+    flags = {"target": {"model": "smollm2"}, "hardware": {"gpu": "AUTO", "count": 8}}
+    assert load_deployment(None, flags).hardware.gpu == PRODUCTS[product]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "nvidia-smi finds no GPU"),
+        (["NVIDIA H200", "NVIDIA B200"], "there are several kinds: NVIDIA B200, NVIDIA H200"),
+        (
+            ["NVIDIA GeForce RTX 5090 Laptop GPU"],
+            "this machine's NVIDIA GeForce RTX 5090 Laptop GPU",
+        ),
+        (["NVIDIA A100-SXM4-40GB"], "nothing is known of this machine's NVIDIA A100-SXM4-40GB"),
+        (["NVIDIA GH200 480GB"], "nothing is known of this machine's NVIDIA GH200 480GB"),
+    ],
+)
+def test_auto_where_no_known_gpu_is_says_so(monkeypatch: pytest.MonkeyPatch, found: list[str], message: str) -> None:
+    monkeypatch.setattr(layers, "query_gpus", lambda field: found)
+    with pytest.raises(UserError, match=rf"hardware\.gpu: .*{message}; name one: a100, l40s, .*; or leave it out"):
+        load_deployment(None, {"target": {"model": "smollm2"}, "hardware": {"gpu": "auto"}})
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "smollm2", "Qwen3-8B", "~/models/x"])

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 from dflash_serve.answers.engine import Chunk, FinishReason, TokenLogprob
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 from ..answer import PendingAnswer
 from ..grammar import Grammars
@@ -38,6 +38,13 @@ class CachedTokens(BaseModel):
     cached_tokens: int = 0
 
 
+class DraftedTokens(BaseModel):
+    """Drafted tokens by OpenAI's names for predicted outputs. `completion_tokens` does not contain the rejected ones."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     """Numbers of tokens. An end-of-sequence token counts; tokens behind a stop string do not."""
 
@@ -45,6 +52,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: DraftedTokens | None = None  # null without a drafter
 
 
 class SpeculativeDecoding(BaseModel):
@@ -330,11 +338,17 @@ class Formatter(ABC):
         of_prompts = requests[:: self.body.n]
         prompt = sum(request.prompt_length for request in of_prompts)
         completion = sum(len(request.output_ids) for request in requests)
+        details = None
+        if self.block_size is not None:
+            counts = total(request.statistics for request in requests)
+            drafted, accepted = int(counts.drafted or 0), int(counts.accepted or 0)
+            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(request.reused for request in of_prompts)},
+            "completion_tokens_details": details,
         }
 
     def _metrics(self, requests: Sequence[Request]) -> dict[str, Any] | None:  # null for several answers, as in vLLM

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.errors import UserError
 from dflash_serve.planning.prediction import Load, Predictor, constants_of
-from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split
+from dflash_serve.planning.step_times import Roofline, Split
 from tests.support.golden_deployments import hub
 from tests.support.planned import planned_pair
 from tests.unit.planning.test_plan import LENGTH, PAIR, by_roofline, plan
@@ -26,7 +27,7 @@ WORDS = (*PAIR, *LENGTH, "--gpu", "b200", "--isl", "1024", "--osl", "256")
 def report(tmp_path: Path) -> dict[str, Any]:
     """A report of `bench` whose figures the model itself predicts from the true constants."""
     constants = constants_of("sglang", None).model_copy(update=TRUTH)
-    times = Roofline(planned_pair(tmp_path / "target"), SPECIFICATIONS["b200"], Split())
+    times = Roofline(planned_pair(tmp_path / "target"), GPUS["b200"], Split())
     truth = Predictor(times, constants, Load(1024, 256), 16)
     points = [
         {

@@ -13,10 +13,11 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
+from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
 from dflash_serve.planning import question, step_times
-from dflash_serve.planning.step_times import Pair, Roofline, Specification, Split, StepTimes
+from dflash_serve.planning.step_times import Pair, Roofline, Split, StepTimes
 from dflash_serve.speculation.costs import CostModel
 from tests.support.golden_deployments import hub
 from tests.support.planned import hybrid_target
@@ -221,7 +222,7 @@ def test_splits_without_prices_of_their_own_are_left_out_beside_others(
 ) -> None:
     """The roofline promises more than measured tables do."""
 
-    def priced(pair: Pair, on: Specification, split: Split, *_: object) -> tuple[StepTimes, str | None]:
+    def priced(pair: Pair, on: Gpu, split: Split, *_: object) -> tuple[StepTimes, str | None]:
         return Roofline(pair, on, split), "no row" if split.tensor == 2 else None
 
     monkeypatch.setattr(question, "priced", priced)
@@ -276,9 +277,9 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
     ("words", "said"),
     [
         ((), r"which GPU\?"),
-        (("--gpu", "b20"), "nothing is known of a GPU 'b20'; there are: h100, h200, b200,"),
+        (("--gpu", "b20"), "nothing is known of a GPU 'b20'; there are: a100, l40s, h100, h200, b200,"),
         (("--gpu", "none"), "a CPU is not planned for"),
-        (("--gpu", "B20"), "nothing is known of a GPU 'b20'; there are: h100, h200, b200,"),
+        (("--gpu", "B20"), "nothing is known of a GPU 'b20'; there are: a100, l40s, h100, h200, b200,"),
         (("--gpu", "b200", "--tensor", "3"), r"TP 3 does not divide 1 GPU; use 1; more GPUs \(--count\) allow more$"),
         (("--gpu", "b200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4 or 8$"),
         (("--gpu", "gb200", "--tensor", "3", "--count", "8"), "TP 3 does not divide 8 GPUs; use 1 or 2 or 4$"),
@@ -291,7 +292,7 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
         (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
-        (("--gpu", "a100"), "'a100'; there are: h100, h200, b200, b300, gb200, gb300$"),
+        (("--gpu", "a6000"), f"'a6000'; there are: {', '.join(GPUS)}$"),
         (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for .* at this task; there are: aime25"),
         (("--gpu", "b200", "--backend", "torch"), "nothing is known of how long torch takes"),
         (("--gpu", "b200", "--slo-interactivity", "9000"), r"gives 9000 tokens/s/user; the nearest that is met"),

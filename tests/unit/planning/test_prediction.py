@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.planning.acceptance import from_length
 from dflash_serve.planning.prediction import Load, Predictor, constants_of, known_constants
-from dflash_serve.planning.step_times import SPECIFICATIONS, Roofline, Split
+from dflash_serve.planning.step_times import Roofline, Split
 from tests.support.planned import planned_pair
 
 WIDTHS = [2, 4, 6, 8, 12, 16]
 
 
 def predictor(folder: Path) -> Predictor:
-    times = Roofline(planned_pair(folder), SPECIFICATIONS["h100"], Split())
+    times = Roofline(planned_pair(folder), GPUS["h100"], Split())
     return Predictor(times, constants_of("sglang", "sglang-spec-v1"), Load(1024, 1024), 16)
 
 

@@ -9,22 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dflash_serve.checkpoint.target import read_target_layout
+from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.planning.step_times import (
     LIBRARY,
     MEMORY_SHARE,
-    SPECIFICATIONS,
     Milliseconds,
     Roofline,
     Split,
     Tables,
+    library,
+    priced,
     quantization,
+    tables_installed,
 )
 from tests.support.planned import hybrid_target, planned_pair, shipped_pair
 from tests.support.tiny import edit_json
 
-B200 = SPECIFICATIONS["b200"]
+B200 = GPUS["b200"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def test_the_roofline_charges_for_more_of_everything(tmp_path: Path) -> None:
     assert base < times.verify(8, 8, 9000).total
     assert times.verify(8, 8, 1000).shares()["roofline"] == 1
     assert Roofline(times.pair, B200, Split(2)).verify(64, 16, 1000).total < times.verify(64, 16, 1000).total
-    assert Roofline(times.pair, SPECIFICATIONS["h100"], Split()).verify(8, 8, 1000).total > base
+    assert Roofline(times.pair, GPUS["h100"], Split()).verify(8, 8, 1000).total > base
 
 
 def test_long_prompts_cost_the_square_of_their_length(tmp_path: Path) -> None:
@@ -78,8 +82,8 @@ def test_the_drafter_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     pair = planned_pair(tmp_path)
     shallow = replace(pair, drafter=pair.drafter.model_copy(update={"layers": pair.drafter.layers[:1]}))
     assert Roofline(pair, B200, Split()).kv_tokens() < Roofline(shallow, B200, Split()).kv_tokens()
-    tight = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), SPECIFICATIONS["h100"], Split())
-    assert tight.kv_tokens() < Roofline(tight.pair, SPECIFICATIONS["b300"], Split()).kv_tokens()
+    tight = Roofline(planned_pair(tmp_path, "openai/gpt-oss-120b"), GPUS["h100"], Split())
+    assert tight.kv_tokens() < Roofline(tight.pair, GPUS["b300"], Split()).kv_tokens()
 
 
 def test_a_share_of_the_memory_that_is_given_is_kept(tmp_path: Path) -> None:
@@ -126,16 +130,38 @@ def test_memory_by_the_tables_has_room_for_the_drafter(dense: Tables) -> None:
 
 def test_memory_beside_weights_in_four_bits_counts_their_scales() -> None:
     pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
-    pair, on = shipped_pair("openai/gpt-oss-120b"), SPECIFICATIONS["h200"]
+    pair, on = shipped_pair("openai/gpt-oss-120b"), GPUS["h200"]
     held = Tables(pair, on, Split(), "sglang").kv_tokens(8192, drafts=False) * pair.layout.kv_bytes(2, 8192) / 8192
     published, runtime = 65.2e9, 4.5e9  # the checkpoint; the CUDA context and workspaces, as the library has them
-    assert held + published + runtime < MEMORY_SHARE * on.gpu.memory
+    assert held + published + runtime < MEMORY_SHARE * on.memory
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if gpu.system], ids=lambda gpu: gpu.name)
+def test_the_table_of_gpus_is_the_one_of_the_operator_tables(gpu: Gpu) -> None:
+    pytest.importorskip(LIBRARY, reason="pip install 'dflash-serve[plan]'")
+    systems = Path(library().__file__).parent / "systems"
+    told = yaml.safe_load((systems / f"{gpu.system}.yaml").read_text())["gpu"]
+    assert gpu.compute == told["sm_version"]
+    assert 0.94 * told["mem_capacity"] < gpu.memory < told["mem_capacity"], "less than all of it is free"
+    figures = {"mem_bw": gpu.bandwidth, "bfloat16_tc_flops": gpu.flops}
+    figures |= {"fp8_tc_flops": gpu.speed("fp8")} if gpu.has_fp8 else {}
+    figures |= {"fp4_tc_flops": gpu.speed("nvfp4")} if gpu.has_fp4 else {}
+    assert figures == pytest.approx({name: told[name] for name in figures}, rel=0.07)
+    assert gpu.has_fp8 == ("fp8_tc_flops" in told)
+    assert gpu.has_fp4 == ("fp4_tc_flops" in told)
+
+
+def test_a_gpu_without_operator_tables_gets_the_roofline_that_says_so() -> None:
+    times, why = priced(shipped_pair("Qwen/Qwen3-8B"), GPUS["gb10"], Split(), "sglang", 16, 1000)
+    assert isinstance(times, Roofline)
+    assert why is not None
+    assert "gb10" in why or not tables_installed()
 
 
 def test_hopper_multiplies_fp8_twice_as_fast_as_bf16(tmp_path: Path) -> None:
     plain = planned_pair(tmp_path)
     fp8 = replace(plain, model=plain.model.model_copy(update={"quantization": "fp8"}))
-    once, twice = (Roofline(each, SPECIFICATIONS["h200"], Split()).prefill(8, 8192).total for each in (plain, fp8))
+    once, twice = (Roofline(each, GPUS["h200"], Split()).prefill(8, 8192).total for each in (plain, fp8))
     assert once == pytest.approx(2 * twice, rel=0.05)
 
 
@@ -169,4 +195,4 @@ def test_four_gpus_and_experts_have_prices(tmp_path: Path) -> None:
     assert four.verify(16, 10, 1000).total < one.verify(16, 10, 1000).total
     assert four.draft(16, 10, 1000).total > 0
     assert quantization(pair, B200) == {"moe_quant_mode": "w4a8_mxfp4_mxfp8"}
-    assert quantization(pair, SPECIFICATIONS["h200"]) == {"moe_quant_mode": "w4a16_mxfp4"}
+    assert quantization(pair, GPUS["h200"]) == {"moe_quant_mode": "w4a16_mxfp4"}

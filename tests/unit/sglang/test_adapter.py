@@ -11,8 +11,10 @@ import pytest
 
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
+from dflash_sglang.launch import DRAFT_KERNELS
 from dflash_sglang.plugin import width_problems
 from dflash_sglang.settings import WIDTH_VARIABLE
 from tests.support.heads import HEADS
@@ -127,6 +129,25 @@ def test_nvfp4_on_hopper_is_told(fields: dict[str, Any], tmp_path: Path) -> None
     notes = {gpu: " ".join(BACKEND.launch(one).notes) for gpu, one in on.items()}
     assert "h100 has no FP4 arithmetic: NVFP4 weights are unpacked at each use" in notes["h100"]
     assert "FP4" not in notes["b200"]
+
+
+def test_formats_and_kernels_follow_the_gpu(fields: dict[str, Any], tmp_path: Path) -> None:
+    targets = {
+        name: str(write_paper_target(tmp_path / name, recipe=recipe)) for name, recipe in (("fp4", NVFP4), ("fp8", FP8))
+    }
+    unpacked, kernels = {}, {}
+    for gpu in GPUS:
+        made = [deployed(fields, target={"model": one}, hardware={"gpu": gpu}) for one in targets.values()]
+        notes = [" ".join(BACKEND.launch(one).notes) for one in made]
+        unpacked[gpu] = [
+            f"{gpu} has no {kind} arithmetic" in told for kind, told in zip(("FP4", "FP8"), notes, strict=True)
+        ]
+        argv = BACKEND.launch(made[0]).command(tmp_path).argv
+        kernels[gpu] = argv[argv.index(f"--{DRAFT_KERNELS}") + 1] if f"--{DRAFT_KERNELS}" in argv else None
+    assert [gpu for gpu, (fp4, _) in unpacked.items() if fp4] == ["a100", "l40s", "h100", "h200"]
+    assert [gpu for gpu, (_, fp8) in unpacked.items() if fp8] == ["a100"]
+    assert {gpu for gpu, name in kernels.items() if name == "fa4"} == {"b200", "b300", "gb200", "gb300"}
+    assert {gpu for gpu, name in kernels.items() if name is None} == {"rtx-pro-6000", "rtx-5090", "rtx-6000d", "gb10"}
 
 
 def test_slices_of_fp8_experts_are_whole_blocks(fields: dict[str, Any], tmp_path: Path) -> None:

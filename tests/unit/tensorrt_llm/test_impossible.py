@@ -71,6 +71,8 @@ IMPOSSIBLE: list[tuple[Changes, Changes, str, str]] = [
     (QWEN, {"target.quantization": "fp8"}, "target.quantization", "is not fp8"),
     (QWEN, {"target.quantization": "nvfp4", "hardware.gpu": "h200"}, "target.quant", "Blackwell"),
     (QWEN, {"kv_cache.dtype": "nvfp4", "hardware.gpu": "h200"}, "kv_cache.dtype", "Blackwell"),
+    (QWEN, {"kv_cache.dtype": "fp8", "hardware.gpu": "a100"}, "kv_cache.dtype", "SM89 or newer, a100 is SM80"),
+    (QWEN, {"target.quantization": "fp8", "hardware.gpu": "a100"}, "target.quant", "SM89 or newer, a100 is SM80"),
     (KIMI, {"target.model": "moonshotai/Kimi-K2.5"}, "target.model", "compressed-tensors in integers"),
     (QWEN, arguments(load_format="dummy"), "load_format", "no weights are read"),
     (QWEN, arguments(attn_backend="FLASHINFER"), "attn_backend", "takes no drafter"),

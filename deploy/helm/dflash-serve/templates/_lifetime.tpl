@@ -8,7 +8,8 @@
 {{- /* Gigabytes to load: the value, or the memory of the GPUs (64 GB if none is named). */ -}}
 {{- define "dflash-serve.gigabytes" -}}
 {{- $facts := include "dflash-serve.facts" . | fromYaml -}}
-{{- $memory := dict "h100" 80 "h200" 141 "b200" 180 "b300" 268 "gb200" 186 "gb300" 278 -}}
+{{- $memory := dict "a100" 80 "l40s" 46 "h100" 80 "h200" 141 "b200" 180 "b300" 268 "gb200" 186 "gb300" 278 -}}
+{{- $memory = merge $memory (dict "rtx-pro-6000" 98 "rtx-5090" 33 "rtx-6000d" 86 "gb10" 120) -}}
 {{- .Values.startup.gigabytes | default (mulf (get $memory $facts.gpu | default 64) $facts.count) -}}
 {{- end -}}
 

@@ -1,8 +1,14 @@
 {{- define "dflash-serve.capabilities" -}}
-{h100: "9.0", h200: "9.0", b200: "10.0", b300: "10.3", gb200: "10.0", gb300: "10.3"}
+{a100: "8.0", l40s: "8.9", h100: "9.0", h200: "9.0", b200: "10.0", b300: "10.3", gb200: "10.0", gb300: "10.3",
+  rtx-pro-6000: "12.0", rtx-5090: "12.0", rtx-6000d: "12.0", gb10: "12.1"}
 {{- end -}}
 
-{{- /* arm64 for Grace (gb200, gb300); empty if no GPU is named. */ -}}
+{{- /* MiB by which GPUs of one capability differ, as nvidia.com/gpu.memory has them. */ -}}
+{{- define "dflash-serve.memories" -}}
+{h100: [Lt 120000], h200: [Gt 120000], rtx-5090: [Lt 40000], rtx-6000d: [Gt 40000, Lt 92000], rtx-pro-6000: [Gt 92000]}
+{{- end -}}
+
+{{- /* arm64 for Grace (gb200, gb300, gb10); empty if no GPU is named. */ -}}
 {{- define "dflash-serve.architecture" -}}
 {{- $gpu := (include "dflash-serve.facts" . | fromYaml).gpu -}}
 {{- .Values.placement.architecture | default (hasPrefix "gb" $gpu | ternary "arm64" (has $gpu (list "" "none") | ternary "" "amd64")) -}}
@@ -29,8 +35,10 @@
 {{- $capability := include "dflash-serve.computeCapability" . | splitList "." -}}
 - {key: nvidia.com/gpu.compute.major, operator: In, values: [{{ index $capability 0 | quote }}]}
 - {key: nvidia.com/gpu.compute.minor, operator: In, values: [{{ index $capability 1 | quote }}]}
-{{- if and (has $gpu (list "h100" "h200")) (not .Values.placement.computeCapability) }}
-- {key: nvidia.com/gpu.memory, operator: {{ eq $gpu "h200" | ternary "Gt" "Lt" }}, values: ["120000"]} # MiB; both are 9.0
+{{- if not .Values.placement.computeCapability }}
+{{- range get (include "dflash-serve.memories" . | fromYaml) $gpu | default list }}
+- {key: nvidia.com/gpu.memory, operator: {{ regexFind "^.t" . }}, values: [{{ regexFind "[0-9]+" . | quote }}]} # MiB
+{{- end }}
 {{- end }}
 {{- end -}}
 {{- if or .Values.placement.products (include "dflash-serve.computeCapability" .) }}
