@@ -39,7 +39,7 @@ class CachedTokens(BaseModel):
 
 
 class DraftedTokens(BaseModel):
-    """Drafted tokens by OpenAI's names for predicted outputs. `completion_tokens` does not contain the rejected ones."""
+    """Drafted tokens, by OpenAI's names for predicted outputs. Rejected ones are not in `completion_tokens`."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
