@@ -69,6 +69,13 @@ class Request:
         """Tokens that it may still gain."""
         return self.limit - len(self.token_ids)
 
+    def narrowed(self, width: int) -> int:
+        """The width that it may have where the policy chose this one."""
+        if not self.draftable:
+            return 1
+        most = self.params.speculative
+        return min(width, most) if isinstance(most, int) else width
+
     @property
     def unconstrained(self) -> bool:
         """Its next tokens depend on the target's logits and its seed alone."""

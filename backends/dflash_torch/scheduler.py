@@ -148,7 +148,7 @@ class Scheduler:
             reused=reused,
             verified=reused,
             injected=injected,
-            draftable=injected == reused,
+            draftable=injected == reused and params.speculative != "off",
         )
         self.joined += 1
         if self.cache_manager.reuse:
@@ -160,7 +160,8 @@ class Scheduler:
         """Refuses a prompt that cannot run.
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, or token ids outside the vocabulary.
+            UserError: an empty prompt, one that leaves no room for an answer, token ids outside the vocabulary, or a
+                wider block than the drafter's.
         """
         vocab_size = self.target.config.vocab_size
         if not token_ids:
@@ -172,6 +173,10 @@ class Scheduler:
             raise UserError(f"a token id is outside the vocabulary of {vocab_size}", where="prompt")
         if max(params.logit_bias, default=0) >= vocab_size:
             raise UserError(f"a token id is outside the vocabulary of {vocab_size}", where="logit_bias")
+        most = self.speculator.block_size if self.speculator else 1
+        if isinstance(params.speculative, int) and params.speculative > most:
+            what = f"{params.speculative} slots, but a block has {most}" if self.speculator else "no drafter is served"
+            raise UserError(what, where="speculative", do="leave it out, or send off")
 
     def leave(self, request: Request, *, sound: bool = True) -> None:
         """Removes a request, finished or not; its cache entry is free.
@@ -259,7 +264,7 @@ class Scheduler:
             context_tokens = sum(request.verified for request in decoding)
             widths = self.policy.widths([request.id for request in decoding], context_tokens, undraftable)
         each = zip(decoding, widths, strict=True)
-        self._widths = {request.id: width if request.draftable else 1 for request, width in each}
+        self._widths = {request.id: request.narrowed(width) for request, width in each}
 
     def _run(self, requests: list[Request]) -> LaunchedStep:
         """Launches a step of requests of any kind. Drafts and tokens go through the host."""

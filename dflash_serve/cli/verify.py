@@ -29,7 +29,11 @@ BUNDLED_LIMITS = {"max_batch_size": 16, "max_model_len": 1024}
 
 WithUrl = Annotated[str | None, typer.Option("--url", help="Address of a running server that speculates.")]
 WithoutUrl = Annotated[
-    str | None, typer.Option("--without-url", help="Address of the same server without speculation.")
+    str | None,
+    typer.Option(
+        "--without-url",
+        help="Address of the same server without speculation. [default: --url's, whose requests switch it off]",
+    ),
 ]
 WithMetrics = Annotated[
     list[str] | None, typer.Option("--metrics-url", help=options.METRICS_URL.format("--url's engine"))
@@ -98,6 +102,8 @@ def verify(
         options.refuse_ignored(
             context, OF_OURS, "running servers have their own", "leave it out, or --url and --without-url"
         )
+        if without_url is None:
+            options.refuse_ignored(context, ("without_metrics_url",), "one server is asked", "give --without-url, too")
         if options.engine_arguments(context, backend_name):
             raise UserError("running servers have their own arguments", where="--", do="leave them out")
         pair = settings.servers()

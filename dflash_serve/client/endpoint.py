@@ -58,6 +58,7 @@ class Reply:
     choices: tuple[Reply, ...] = ()  # All choices of a request with n > 1, this one first
     prompt_ids: tuple[int, ...] | None = None  # Token ids of the prompt, as the chat template made it
     reasoning: str = ""  # Text before the answer, where the server has a reasoning parser
+    drafted: int | None = None  # Drafted tokens of all choices, accepted and rejected
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
@@ -98,6 +99,7 @@ class Endpoint:
         concurrency: requests in flight in `complete_all`.
         unit: finest unit of answers; what is finer is not asked for, and left out.
         metrics_urls: addresses of its metrics, where they are not its own: those of the workers behind it.
+        always: further fields of every request.
 
     Raises:
         UserError: a URL is not such an address.
@@ -110,6 +112,7 @@ class Endpoint:
     concurrency: int = 16
     unit: str = TOKEN_IDS
     metrics_urls: tuple[str, ...] = ()
+    always: Mapping[str, Any] = field(default_factory=dict)
     _ways: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False, repr=False)
     _finding: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
@@ -221,7 +224,7 @@ class Endpoint:
             RefusedError: the server refuses the request.
         """
         path = CHAT if _is_chat(prompt) else COMPLETIONS
-        body = {"model": self.served_model, **_prompt(prompt), **_sampling(params), **(more or {})}
+        body = {"model": self.served_model, **_prompt(prompt), **_sampling(params), **(more or {}), **self.always}
         top_logprobs = params.logprobs if top_logprobs is None else top_logprobs
         if top_logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": top_logprobs} if path == CHAT else {"logprobs": top_logprobs}
@@ -343,11 +346,20 @@ def _reply(body: Mapping[str, Any]) -> Reply:
     # Raises KeyError, IndexError, TypeError, ValueError, AttributeError or OverflowError for what is no completion.
     # vLLM has the prompt's ids beside the choices of a chat and within those of a completion, SGLang always within
     choices, common = body["choices"], {"prompt_token_ids": body.get("prompt_token_ids")}
-    completion_tokens = (body.get("usage") or {}).get("completion_tokens")
+    usage = body.get("usage") or {}
+    completion_tokens = usage.get("completion_tokens")
     if not isinstance(completion_tokens, int | None):
         raise TypeError
     found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
-    return found[0] if len(found) == 1 else replace(found[0], choices=tuple(found))
+    first = replace(found[0], drafted=_drafted(usage.get("completion_tokens_details")))
+    return first if len(found) == 1 else replace(first, choices=tuple(found))
+
+
+def _drafted(details: Mapping[str, Any] | None) -> int | None:
+    # OpenAI's names for predicted outputs; some servers have them, and leave them null
+    counts = [(details or {}).get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected")]
+    known = [int(count) for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:

@@ -1,6 +1,6 @@
 """Sampling parameters of a request: one frozen, validated description. Needs no torch."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
@@ -19,9 +19,9 @@ def _as_tuple(value: object) -> object:
 class SamplingParams(BaseModel):
     """Sampling parameters of one request, with vLLM's names, ranges and meanings.
 
-    Three differ from vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, so is a `repetition_penalty`
-    that overflows float32, and `max_tokens` defaults to the most that fit rather than to 16. `top_k` -1 and `seed` -1
-    mean off.
+    `speculative` is ours. Three differ from vLLM's: a `logit_bias` beyond ±100 is refused rather than clamped, so is a
+    `repetition_penalty` that overflows float32, and `max_tokens` defaults to the most that fit rather than to 16.
+    `top_k` -1 and `seed` -1 mean off.
 
     Raises:
         pydantic.ValidationError: a field is unknown or out of its range; the message names the field.
@@ -52,6 +52,9 @@ class SamplingParams(BaseModel):
     )
     ignore_eos: bool = Field(False, description="generate on after the end-of-sequence token")
     logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many best tokens; null: none")
+    speculative: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = Field(
+        "auto", description="off: it is not drafted for; a number: most slots of its blocks, the anchor counted"
+    )
 
     @property
     def greedy(self) -> bool:

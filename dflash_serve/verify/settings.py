@@ -15,7 +15,7 @@ from dflash_serve.common.http import read_api_key
 from dflash_serve.common.settings import Frozen, PositiveInt, Several
 from dflash_serve.errors import UserError
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
-from dflash_serve.verify.subjects import SubjectPair, two_servers
+from dflash_serve.verify.subjects import SubjectPair, one_server, two_servers
 
 EMBEDDED_SAMPLES, SERVER_SAMPLES = 256, 1024
 """Four times as many samples show deviations half as large. The embedded engine keeps seeds, which show more.
@@ -55,23 +55,23 @@ class VerifySettings(Frozen):
     resume: bool
 
     def servers(self) -> SubjectPair:
-        """The two running servers.
+        """The two running servers, or one that is asked with speculation and without.
 
         Raises:
-            UserError: only one is given, or the number format is not one that is verified.
+            UserError: only the plain one is given, or the number format is not one that is verified.
         """
-        if self.with_url is None or self.without_url is None:
-            missing = "--without-url" if self.without_url is None else "--url"
-            raise UserError("two servers are compared", where="verify", do=f"give {missing}, too")
+        if self.with_url is None:
+            raise UserError("a server with speculation is verified", where="verify", do="give --url, too")
         _refuse_other_formats(self.dtype)
         key = read_api_key(self.api_key_file)
-        sides = ((self.with_url, self.with_metrics_url), (self.without_url, self.without_metrics_url))
-        return two_servers(
-            *(
-                Endpoint(url, model=self.model, api_key=key, concurrency=self.concurrency, metrics_urls=metrics)
-                for url, metrics in sides
-            )
-        )
+
+        def endpoint(url: str, metrics: tuple[str, ...]) -> Endpoint:
+            return Endpoint(url, model=self.model, api_key=key, concurrency=self.concurrency, metrics_urls=metrics)
+
+        speculating = endpoint(self.with_url, self.with_metrics_url)
+        if self.without_url is None:
+            return one_server(speculating)
+        return two_servers(speculating, endpoint(self.without_url, self.without_metrics_url))
 
     def plan(self, prompts: Sequence[Prompt], pair: SubjectPair) -> VerifyPlan:
         """The verification of two subjects, with all that was left open chosen.

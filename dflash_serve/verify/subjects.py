@@ -27,6 +27,8 @@ LATE = (
     "with overlapped scheduling SGLang penalises a token by those before the last one only; start the plain server "
     "with --disable-overlap-schedule to test them"
 )
+SWITCHED_OFF = {"speculative": "off"}  # Field of a request that is not drafted for
+ONE_SERVER = "faults that requests without speculation share (one server was asked both ways)"
 UNTOLD = "SGLang may penalise a token by those before the last one only: its /server_info, which tells, is not found"
 Description = Mapping[str, str | None]  # A report's description of a subject; it holds no secrets
 
@@ -159,6 +161,49 @@ class ServerSubject:
             return self.endpoint.metrics.read()
         except UserError:  # losslessness does not depend on metrics
             return ServerReading.unknown()
+
+
+class SwitchedSubject(ServerSubject):
+    """A server that is asked not to draft; each answer tells if it did."""
+
+    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
+        for index, reply in super().answers(questions, top_logprobs=top_logprobs):
+            self._refuse_drafts(reply)
+            yield index, reply
+
+    def speculates(self, probe: Question | None = None) -> bool | None:
+        if probe is not None:
+            for _, reply in self.answers([probe]):
+                if reply.drafted is None:
+                    raise self._disobeyed("its answers do not tell how many tokens were drafted")
+        return False
+
+    def _refuse_drafts(self, reply: Reply) -> None:
+        if reply.drafted:
+            raise self._disobeyed("it drafts all the same")
+
+    def _disobeyed(self, what: str) -> UserError:
+        do = "start a second one without speculation, and give --without-url"
+        return UserError(f"a request cannot switch speculation off: {what}", where=self.endpoint.base, do=do)
+
+
+def one_server(endpoint: Endpoint) -> SubjectPair:
+    """One server that runs already and lets requests switch speculation off; it is asked with speculation and without.
+
+    Raises:
+        UserError: it cannot be reached, or has no metrics, without which nothing can be shown.
+    """
+    endpoint.metrics.require("--metrics-url")
+    described = {"url": endpoint.base, "model": endpoint.served_model}
+    plain = replace(endpoint, always=SWITCHED_OFF)
+    return SubjectPair(
+        lambda: nullcontext(ServerSubject(endpoint)),
+        lambda: nullcontext(SwitchedSubject(plain)),
+        {WITH: described, WITHOUT: {**described, **SWITCHED_OFF}},
+        context=lambda: endpoint.context,
+        plain_is_ours=False,
+        agree=lambda prompts: (ONE_SERVER,),
+    )
 
 
 def two_servers(speculating: Endpoint, plain: Endpoint) -> SubjectPair:

@@ -309,6 +309,24 @@ def test_acceptance_comes_on_demand_in_vllms_shape(client: OpenAI, stream: bool)
     assert two.usage.completion_tokens_details.rejected_prediction_tokens >= details.rejected_prediction_tokens
 
 
+def test_a_request_may_switch_speculation_off_or_narrow_it(client: OpenAI) -> None:
+    found = {}
+    for asked in ("auto", "off", 2, 4):
+        extra = {"ignore_eos": True, "return_token_ids": True, "acceptance_metrics": "detailed", "speculative": asked}
+        answer = chat(client, extra_body=extra)
+        details = answer.usage.completion_tokens_details
+        drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        metrics = answer.model_extra["metrics"]["speculative_decoding"]
+        found[asked] = (answer.choices[0].token_ids, drafted, max(metrics["per_step_drafted"], default=0))
+    assert len({tuple(tokens) for tokens, *_ in found.values()}) == 1
+    assert found["off"][1:] == (0, 0)
+    assert (found[2][2], found[4][2]) == (1, 3)
+    assert found["auto"][1] > 0
+    for wrong, said in ((5, "5 slots, but a block has 4"), (0, "speculative"), ("no", "speculative")):
+        with pytest.raises(openai.BadRequestError, match=said):
+            chat(client, extra_body={"speculative": wrong})
+
+
 def test_a_prefix_that_was_seen_before_is_reused_and_reported(client: OpenAI, served: Running) -> None:
     extra = {"ignore_eos": True, "cache_salt": "a test of its own"}
     first, second = (complete(client, prompt=[9] * 20, extra_body=extra) for _ in range(2))

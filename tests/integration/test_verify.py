@@ -22,9 +22,9 @@ from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.verify import verification
-from dflash_serve.verify.questions import GREEDY, SAMPLED, Question, VerifyPlan
+from dflash_serve.verify.questions import GREEDY, SAMPLED, WITHOUT, Question, VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, VerifyReport
-from dflash_serve.verify.subjects import EngineSubject, SubjectPair, server_started_twice
+from dflash_serve.verify.subjects import ONE_SERVER, EngineSubject, SubjectPair, server_started_twice
 from dflash_serve.verify.subjects import two_servers as servers_of
 from dflash_serve.verify.verification import Verification
 from dflash_torch.backend import EmbeddedBackend
@@ -211,6 +211,29 @@ def test_a_broken_server_is_not_lossless_and_the_position_is_shown(
     assert report.findings.faults[FaultKind.STALE_STATE].endswith(f"position {faults[0].position}")
     assert report.findings.headline in command.said
     assert "sesame" not in command.output.read_text()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_one_server_is_asked_with_speculation_and_without(
+    folders: Folders, likely: Likely, file: Path, command: Command, broken: bool
+) -> None:
+    engine = guessing_engine(folders, likely)
+    if broken:
+        broken_loops.stale_state(engine, command.monkeypatch)
+    with running(engine, queue=64) as server:
+        assert command("--url", server.url, "--prompts", file, "--raw", "--dtype", "float32", "--samples", 0) == broken
+    report = command.report()
+    assert report.subjects[WITHOUT]["speculative"] == "off"
+    assert (ONE_SERVER in report.findings.headline) is not broken
+
+
+def test_one_server_without_the_switch_needs_a_second_one(
+    folders: Folders, file: Path, plain_server: str, key: Path, command: Command
+) -> None:
+    given = ("--url", plain_server, "--prompts", file, "--raw", "--api-key-file", key, "--samples", 0)
+    assert command(*given) == 2
+    assert "a request cannot switch speculation off: its answers do not tell how many tokens were dra" in command.said
+    assert "give --without-url" in command.said
 
 
 def test_two_servers_that_speculate_are_never_called_lossless(

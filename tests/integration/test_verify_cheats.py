@@ -11,14 +11,15 @@ import pytest
 from rich.console import Console
 
 from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.client.metrics import ServerReading
+from dflash_serve.client.metrics import MetricsSource, ServerReading
 from dflash_serve.common.http import Connection
 from dflash_serve.common.store import Store
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
 from dflash_serve.verify.questions import CONTINUED, VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, report_of, show
-from dflash_serve.verify.subjects import ServerSubject, SubjectPair
+from dflash_serve.verify.subjects import ONE_SERVER, ServerSubject, SubjectPair, one_server
 from dflash_serve.verify.verification import Verification
 from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer
 from tests.support.toy_model import CONTEXT, ToyModel
@@ -26,6 +27,7 @@ from tests.support.toy_model import CONTEXT, ToyModel
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
 MESSAGES = [[{"role": "user", "content": text}] for text in PROMPTS]
 PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, long_tokens=192, dtype="float32")
+ALONE = ["wrong under load", "top_k ignored", "usage differs from the tokens", "hotter in second turns"]
 URLS = SPECULATING, PLAIN = "http://speculating", "http://plain"
 
 
@@ -90,6 +92,44 @@ def test_a_cheating_server_is_not_lossless(servers: Servers, name: str) -> None:
     found = servers.verify(PLAN.model_copy(update={"same_seeds": fault is FaultKind.SEEDS}))
     assert found.verdict == "not lossless"
     assert fault is None or fault in found.faults
+
+
+@pytest.fixture
+def switched(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """The cheating server alone: its requests may switch speculation off, and then it does not cheat."""
+    monkeypatch.setattr(MetricsSource, "require", lambda *_: None)
+    monkeypatch.setattr(ServerSubject, "_reading", ToySubject._reading)
+    monkeypatch.setattr(ServerSubject, "acceptance", ToySubject.acceptance)
+    servers.cheating.begin(lambda server, body: server.ask(body))
+    monkeypatch.setattr(servers.cheating, "deaf", False)
+    return servers
+
+
+def verify_alone() -> Findings:
+    return Verification(PLAN, MESSAGES, one_server(Endpoint(SPECULATING)), Store(None, {})).run()
+
+
+def test_one_honest_server_is_lossless_and_the_limit_is_told(switched: Servers) -> None:
+    assert verify_alone().headline == f"lossless: greedy and sampled; not tested: {ONE_SERVER}"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_server_that_cheats_where_it_speculates_is_not_lossless(switched: Servers, name: str) -> None:
+    switched.cheating.begin(CHEATS[name][0])
+    assert verify_alone().verdict == "not lossless"
+
+
+def test_a_fault_of_both_ways_is_not_seen_at_one_server(switched: Servers) -> None:
+    cheat = CHEATS["top_k ignored"][0]
+    switched.cheating.begin(cheat)
+    switched.cheating.shared = cheat
+    assert verify_alone().verdict == "lossless"
+
+
+def test_a_server_that_ignores_the_switch_is_refused(switched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switched.cheating, "deaf", True)
+    with pytest.raises(UserError, match="a request cannot switch speculation off: it drafts all the same; start a sec"):
+        verify_alone()
 
 
 @pytest.mark.parametrize("name", ["seeds ignored", "seeds ignored in streams"])

@@ -29,6 +29,7 @@ class CheatingServer:
 
     model: ToyModel
     known: dict[str, Body] = field(default_factory=dict)  # Answers by path and request
+    deaf: bool = False  # It ignores `speculative`
 
     def __post_init__(self) -> None:
         self.begin(lambda server, body: server.ask(body))
@@ -36,16 +37,21 @@ class CheatingServer:
     def begin(self, cheat: Cheat) -> None:
         """Another cheat, with nothing remembered of the last one."""
         self.cheat, self.counts, self.running = cheat, itertools.count(1), 0
+        self.shared: Cheat = lambda server, body: server.ask(body)  # the cheat of requests that are not drafted for
         self.last: Body = {}
         self.prompts: set[str | tuple[int, ...]] = set()
 
     def answer(self, path: str, body: Body) -> httpx.Response:
         """The response to a client."""
+        off = body.pop("speculative", None) == "off" and not self.deaf
         self.running += 1
         try:
-            answer = self.cheat(self, {**body, "path": path})
+            answer = (self.shared if off else self.cheat)(self, {**body, "path": path})
         finally:
             self.running -= 1
+        if "usage" in answer:
+            counts = {"accepted_prediction_tokens": 0 if off else 3, "rejected_prediction_tokens": 0 if off else 4}
+            answer["usage"]["completion_tokens_details"] = counts
         if not body.get("stream"):
             return httpx.Response(200, json=answer)
         events = "".join(f"data: {json.dumps(event)}\n\n" for event in _events(answer))

@@ -111,14 +111,14 @@ def test_exit_codes_are_those_of_the_page_and_of_the_help() -> None:
 
 OLD = [
     (
-        ("verify", "--with", "http://a"),
+        ("verify", "--with", "http://a@b"),
         "--with is --url now",
-        "verify: two servers are compared; give --without-url, too",
+        "http://b: a user name or password",
     ),
     (
         ("verify", "--without=http://a"),
         "--without is --without-url now",
-        "verify: two servers are compared; give --url, too",
+        "verify: a server with speculation is verified; give --url, too",
     ),
     (
         ("bench", "--endpoint", "a=http://b", "--drafter", "c"),
