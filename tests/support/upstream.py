@@ -51,12 +51,13 @@ class Fault:
         """True if the reproduction finds the fault.
 
         Args:
-            path: folder that is imported from before the environment of `python`.
+            path: folder that is imported from before the environment of `python`; else PYTHONPATH counts.
 
         Raises:
             UnclearError: it ended in another way.
         """
-        env = {**os.environ, "PYTHONPATH": str(path or ""), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"PYTHONPATH": str(path)} if path else {}
         command = [python, str(self.folder / "reproduce.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         last = (done.stdout.splitlines() or [""])[-1]
