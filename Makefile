@@ -192,16 +192,25 @@ vllm-contract: .venv-vllm/ready
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
 # What we take from the newest SGLang and vLLM that their projects have released: arguments, configuration, names. A failure says
-# what a next release of ours must read; releases that we do not know are refused until then.
+# what a next release of ours must read; releases that we do not know are refused until then. Which faults of `upstream/` these
+# releases have mended is printed.
 .PHONY: test-newest
 test-newest: .venv-sglang/ready .venv-vllm/ready
 	rm -rf build/newest/sglang
 	$(INSTALL) .venv-sglang --no-deps --target build/newest/sglang sglang
 	failed=; \
 	PYTHONPATH=build/newest/sglang $(SGLANG_BIN)/$(PYTEST) $(SGLANG_CONTRACT) || failed=1; \
+	$(SGLANG_BIN)/python -m tests.support.upstream $(SGLANG_BIN)/python sglang build/newest/sglang || failed=1; \
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python --newest) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm || failed=1; \
+	$(VLLM_BIN)/python -m tests.support.upstream $(VLLM_BIN)/python vllm "$$other" || failed=1; \
 	test -z "$$failed"
+
+# The faults of SGLang, vLLM and SGLang's router that `upstream/` reports: each is there, and its patch mends it.
+.PHONY: test-upstream
+test-upstream: .venv/test .venv-sglang/ready .venv-vllm/ready
+	SGLANG_PYTHON=$(CURDIR)/$(SGLANG_BIN)/python VLLM_PYTHON=$(CURDIR)/$(VLLM_BIN)/python \
+	  $(BIN)/$(PYTEST) --numprocesses=2 --dist=load tests/upstream
 
 # The doctor at that server, against drafters with a fault.
 .PHONY: test-vllm-doctor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -28,6 +29,7 @@ from dflash_vllm import facts as vllm
 from dflash_vllm.checks import CAPTURING as VLLM_CAPTURING
 from dflash_vllm.drafter_rules import CACHE_ONLY, RAISES_TABLES
 from dflash_vllm.facts import REAL_OFF
+from tests.support.upstream import UPSTREAM, Fault
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, VOCABULARY, PADDED, TOP_K = 64, 320, 384, 4
@@ -48,6 +50,11 @@ def told(releases: Releases, fault: str) -> str:
     column = f"{releases.title} {'.'.join(map(str, found or ()))}"
     (answer,) = [row[column] for row in rows() if row["fault"] == fault and column in row]
     return answer
+
+
+def reported(name: str) -> Callable[[Patch], bool]:
+    """The probe of a fault that `upstream/` reports: its reproduction."""
+    return lambda _: Fault(UPSTREAM / name).is_there(sys.executable)
 
 
 def raises(error: type[Exception], call: Callable[[], object]) -> bool:
@@ -203,6 +210,10 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "one `is_causal` governs all layers of a drafter": one_causality,
     "`input_embedding_scale` is not read": lambda _: "input_embedding_scale" not in source(*DRAFTERS),
     "`d2t` is not read": lambda _: "d2t" not in source(*DRAFTERS),
+    "a decode half with DFLASH takes a prefill half without the drafter": reported("sglang-pair-without-drafter"),
+    "a weight update of the target overwrites the drafter": reported("sglang-target-weights-in-draft"),
+    "a step narrower than the block gives requests the Mamba2 states of others": reported("sglang-mamba2-narrow-steps"),
+    "no metric tells which slots are accepted": reported("sglang-slot-counters"),
     "DSPARK fails without a Markov head": markov_required,
     "features come in the order of the target's layers, each once, whatever `target_layer_ids` says": layers_in_order,
 }
@@ -273,6 +284,15 @@ def first_runner(_: Patch) -> bool:
     return all(words in lacks for words in ("dspark speculative", "mixed sliding/full dflash", "DFlash candidate-head"))
 
 
+def drops_last_block(_: Patch) -> bool:
+    config = import_module("vllm.config.speculative").SpeculativeConfig
+    drafter = Stub(method="dflash", disable_eagle_block_drop=False)
+    for name in ("use_eagle", "use_dflash", "use_dspark", "needs_eagle_block_drop"):
+        if hasattr(config, name):
+            setattr(drafter, name, partial(getattr(config, name), drafter))
+    return bool(config.use_eagle_block_drop(drafter))
+
+
 def refused_parameters(_: Patch) -> bool:
     parameters = import_module("vllm.sampling_params").SamplingParams
     given = parameters(min_p=0.1), parameters(logit_bias={1: 1.0})
@@ -297,6 +317,11 @@ OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "method `dflash` fails with anchor-first slots": lambda _: "sample_from_anchor=True is not" in source(SPECULATOR),
     "every Markov head is read as vanilla": lambda _: "markov_head_type" not in source(MARKOV),
     "a soft-cap of the logits is left out with a Markov head": lambda _: "softcap" not in source(MARKOV),
+    "an API key leaves `/invocations`, `/tokenize` and others open": reported("vllm-open-routes"),
+    "fused layers of a quantised drafter get no scheme": reported("vllm-packed-modules"),
+    "every K/V group drops the last block of a reused prefix": drops_last_block,
+    "a miss of the drafter's K/V vetoes an external hit": reported("vllm-external-hits"),
+    "drafted tokens that vLLM trims count as drafted": reported("vllm-trimmed-slots"),
     "`min_p` and `logit_bias` are refused with speculation": refused_parameters,
     "adaptive verification takes DSpark alone": adaptive_for_dspark_alone,
 }
