@@ -112,7 +112,7 @@ class SGLangLaunch(SGLangSettings):
             yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
         elif self.algorithm is not None and DRAFT_KERNELS not in self.given:
             why = f"what serves DFlash on {gpu.name}; SGLang chooses the target's by model"
-            yield Choice("the drafter's attention", draft_kernels(gpu), why)
+            yield Choice("the drafter's attention", draft_kernels(gpu) or "SGLang's choice", why)
         if self.is_half and TRANSFER not in self.given:
             why = "SGLang's own, over RDMA; mooncake_tcp needs none, nixl is the other; the same on both halves"
             yield Choice(f"engine_args.sglang.{TRANSFER}", "mooncake", why)

@@ -243,7 +243,9 @@ def test_every_gpu_has_nodes_of_its_own_and_time_to_load_what_it_holds() -> None
 
 
 def holds(term: dict[str, Any], labels: dict[str, Any]) -> bool:
-    have, wanted = labels.get(term["key"]), term.get("values", [])
+    """A node with these labels meets a term of an affinity."""
+    have: Any = labels.get(term["key"])
+    wanted = term.get("values", [])
     if term["operator"] in ("Gt", "Lt"):
         return (int(have) > int(wanted[0])) is (term["operator"] == "Gt")
     return (str(have) in wanted) if term["operator"] == "In" else have is None
