@@ -31,6 +31,7 @@ class FakeSglang:
     def __init__(self, *, drafts: bool, wrong: bool = False) -> None:
         self.drafts, self.wrong = drafts, wrong
         self.cuts = 0  # Streams that will be cut
+        self.rejects = False  # Three of four of its drafts that others accept
         self.asked = list[tuple[str, Body]]()  # Requests for answers
         self.requests = self.generated = self.steps = 0
 
@@ -116,7 +117,8 @@ class FakeSglang:
     def _count(self, tokens: int) -> None:
         self.requests += 1
         self.generated += tokens
-        self.steps += tokens // 2  # the first token is the prefill's, and a step gains up to two
+        # the first token is the prefill's, and a step gains up to two
+        self.steps += 7 * tokens // 8 if self.rejects else tokens // 2
 
     def _stream(self, choice: Body, usage: Body) -> str:
         chat = "message" in choice
