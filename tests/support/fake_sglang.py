@@ -125,8 +125,9 @@ class FakeSglang:
         said: Body = {"delta": choice.pop("message")} if chat else {"text": choice.pop("text")}
         last: Body = {"index": 0, "finish_reason": choice["finish_reason"], **({"delta": {}} if chat else {"text": ""})}
         parts = [{**choice, **said, "finish_reason": None}, last]
-        events: list[Body] = [{"id": "1", "model": "toy", "choices": [part]} for part in parts]
-        events.append({"id": "1", "model": "toy", "choices": [], "usage": usage})
+        common = {"id": "1", "object": "chat.completion.chunk" if chat else "text_completion", "model": "toy"}
+        events: list[Body] = [{**common, "choices": [part]} for part in parts]
+        events.append({**common, "choices": [], "usage": usage})
         if self.cuts > 0:
             self.cuts -= 1
             return f"data: {json.dumps(events[0])}\n\n"
