@@ -25,7 +25,7 @@ from dflash_serve.common.http import page_status
 from dflash_serve.common.processes import free_port
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from tests.support.fleet import Fleet, fleet
+from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import half
 from tests.support.sglang_router import router_of_a_pair, running_router
@@ -39,7 +39,7 @@ TOKENS = 32
 CHATS = word_problems(4)
 PROMPTS = ["".join(f"{one['content']}\n" for one in chat) for chat in CHATS]
 STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
-LONG = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PREFILL, MEETING = free_port(), free_port()
 """Ports of the prefill half: one that starts again has them, too."""
 
@@ -65,7 +65,7 @@ class Answers(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     """Two servers and two halves of a pair."""
     wanted = {
         "first": (smollm2(8), OnCpu()),
@@ -73,7 +73,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
         "prefill": half(smollm2(8), "prefill", MEETING, PREFILL),
         "decode": half(smollm2(8), "decode", MEETING),
     }
-    with fleet(serving, tmp_path_factory.mktemp("servers"), wanted) as running:
+    with fleet(serving, tmp_path_factory.mktemp("servers"), wanted, ahead=ahead(request.config)) as running:
         yield running
 
 
@@ -82,7 +82,8 @@ def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Ser
     """Prefill halves at the address of the first one: without the drafter, and with it."""
     bare = smollm2("off").model_copy(update={"drafter": None})
     wanted = {
-        "bare": half(bare, "prefill", MEETING, PREFILL),
+        # a prefill half keeps a request that the other half refused for 300 s, and the router waits for both
+        "bare": half(bare, "prefill", MEETING, PREFILL, SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="5"),
         "again": half(smollm2(8), "prefill", MEETING, PREFILL),
     }
     with fleet(serving, tmp_path_factory.mktemp("replacements"), wanted, ahead=0) as running:
@@ -99,7 +100,7 @@ def whole(servers: Fleet[Server]) -> Answers:
 @pytest.fixture(scope="module")
 def pair(servers: Fleet[Server], whole: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SGLang's router before both halves, as one server."""
-    for name in ("first", "second"):
+    for name in servers.berths.keys() & {"first", "second"}:
         servers[name].left.set()
     prefill, decode = (servers[name].ready.result() for name in ("prefill", "decode"))
     folder = tmp_path_factory.mktemp("router")

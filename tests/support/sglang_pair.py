@@ -42,11 +42,14 @@ def _unpack(wheel: Path, folder: Path) -> None:
         opened.extractall(folder, [name for name in opened.namelist() if not name.startswith(NOT_WANTED)])
 
 
-def half(deployment: Deployment, role: str, bootstrap_port: int, port: int | None = None) -> tuple[Deployment, OnCpu]:
+def half(
+    deployment: Deployment, role: str, bootstrap_port: int, port: int | None = None, **env: str
+) -> tuple[Deployment, OnCpu]:
     """A server for `fleet`: the deployment as one half, which keeps no host memory for retracted requests.
 
     Args:
         port: of its HTTP server; None = a free one.
+        env: more variables of its environment.
     """
     given: dict[str, Any] = {TRANSFER: "nixl", BOOTSTRAP: bootstrap_port}
     if role == "decode":
@@ -54,4 +57,4 @@ def half(deployment: Deployment, role: str, bootstrap_port: int, port: int | Non
     described = deployment.model_dump(exclude_unset=True)
     described |= {"role": role, "engine_args": {"sglang": given}}
     path = os.pathsep.join([*map(str, nixl_folders()), os.environ.get("PYTHONPATH", "")])
-    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path}, port=port)
+    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path, **env}, port=port)
