@@ -48,9 +48,8 @@ def running_router(workers: Sequence[str], log: Path, *, policy: str = "round_ro
 def router_of_a_pair(prefill: str, bootstrap_port: int, decode: str, log: Path) -> Iterator[str]:
     """The address of a router before two halves, which looks at their health every second and asks once."""
     looks = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1")
-    looks = (*looks, "--disable-retries")
     halves = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
-    with _running([*halves, *looks], 2, log) as url:
+    with _running([*halves, *looks, "--disable-retries"], 2, log) as url:
         yield url
 
 
