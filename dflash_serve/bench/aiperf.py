@@ -120,6 +120,9 @@ class Figures(Frozen):
     requests: int
     """Requests that were answered."""
     errors: int
+    cut: int = 0
+    """Answered requests whose streams ended early, without the usage that is a stream's last event. Their tokens are
+    not counted. SGLang's router ends the streams of a dead worker so."""
     output_tokens: float
     seconds: float
     throughput: float
@@ -234,6 +237,7 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
         value = metric.get(statistic) if isinstance(metric, Mapping) else None
         return float(value) if isinstance(value, int | float) else None
 
+    whole = get("usage_completion_tokens", "count")
     requests, seconds, tokens = get("request_count"), get("benchmark_duration"), get("total_output_tokens")
     throughput = get("output_token_throughput")
     failed = export.get("error_summary") or []
@@ -245,6 +249,7 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
     return Figures(
         requests=int(requests),
         errors=errors,
+        cut=0 if whole is None else max(0, int(requests - whole)),
         output_tokens=tokens,
         seconds=seconds,
         throughput=throughput,

@@ -75,6 +75,8 @@ class Point(Frozen):
     errors: int
     acceptance: AcceptanceStatistics
     """Over all rounds."""
+    cut: int = 0
+    """Streams that ended early, without a reason."""
 
     @property
     def survival(self) -> list[float]:
@@ -121,6 +123,7 @@ def _point(runs: Sequence[Run], devices: int) -> Point:
         inter_token_ms=_median(run.inter_token_ms for run in runs),
         requests=sum(run.requests for run in runs),
         errors=sum(run.errors for run in runs),
+        cut=sum(run.cut for run in runs),
         acceptance=total(run.acceptance for run in runs),
     )
 

@@ -86,6 +86,8 @@ class Measurements(Frozen):
         failed, found = sum(point["errors"] for point in self.points), []
         if failed:
             found.append(f"{failed} requests failed")
+        if cut := sum(point.get("cut", 0) for point in self.points):
+            found.append(f"{cut} streams ended early, without a reason")
         if self.low_length and not self.sound:
             found.append(self.low_length)
         doctor = self.doctor if self.doctor and (found or self.doctor["verdict"] == "fault") else {"sentences": ()}

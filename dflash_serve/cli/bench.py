@@ -122,4 +122,5 @@ def _tell(run: Run, done: int, planned: int) -> None:
     figures = [f"{run.throughput:.1f} tokens/s", "? tokens/s/user" if rate is None else f"{rate:.1f} tokens/s/user"]
     figures += [] if length is None else [f"τ {length:.2f}"]
     figures += [f"{run.errors} failed"] if run.errors else []
+    figures += [f"{run.cut} streams ended early, without a reason"] if run.cut else []
     typer.echo(f"[{done}/{planned}] {run}: {', '.join(figures)}")

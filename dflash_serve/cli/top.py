@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from dflash_serve.cli import options
 from dflash_serve.client.metrics import LiveFigures, MetricsSource
+from dflash_serve.client.peers import lagging
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.reports import number
@@ -43,8 +44,13 @@ def top(
     console, looks = Console(markup=False, emoji=False), _looks(source, interval, once=once)
     try:
         if as_json:
+            seen = deque[LiveFigures](maxlen=REMEMBERED)
             for now in looks:
-                typer.echo(json.dumps(now.as_json() if not isinstance(now, str) else {"error": now}))
+                if isinstance(now, str):
+                    typer.echo(json.dumps({"error": now}))
+                    continue
+                seen.append(now)
+                typer.echo(json.dumps({**now.as_json(), "behind": [str(one) for one in lagging(seen)]}))
         elif once or not console.is_terminal:
             for page in _pages(url, looks):
                 console.print(page)
@@ -79,18 +85,18 @@ def _looks(source: MetricsSource, interval: float, *, once: bool) -> Iterator[Li
 
 
 def _pages(url: str, looks: Iterable[LiveFigures | str]) -> Iterator[Table | str]:
-    rates, lengths = deque[float | None](maxlen=REMEMBERED), deque[float | None](maxlen=REMEMBERED)
+    seen = deque[LiveFigures](maxlen=REMEMBERED)
     for now in looks:
         if isinstance(now, str):
             yield now
             continue
-        rates.append(now.tokens_per_second)
-        lengths.append(now.acceptance_length)
-        yield _page(url, now, _curve(rates), _curve(lengths))
+        seen.append(now)
+        yield _page(url, seen)
 
 
-def _page(url: str, now: LiveFigures, rates: str, lengths: str) -> Table:
-    page = Table.grid(padding=(0, 2))
+def _page(url: str, seen: Sequence[LiveFigures]) -> Table:
+    page, now = Table.grid(padding=(0, 2)), seen[-1]
+    rates, lengths = _curve(one.tokens_per_second for one in seen), _curve(one.acceptance_length for one in seen)
     page.add_row(Text(now.engine or "", style="bold"), url)
     page.add_row("tokens/s", f"{number(now.tokens_per_second, 1):>9}  {rates}")
     page.add_row("  a user", f"{number(now.tokens_per_second_per_user, 1):>9}")
@@ -106,6 +112,11 @@ def _page(url: str, now: LiveFigures, rates: str, lengths: str) -> Table:
         page.add_row("survival" if slot == 1 else "", f"{f'slot {slot}':>9}  {_bar(survival)} {number(survival, 2)}")
     for n, (width, part) in enumerate((now.widths or {}).items()):
         page.add_row("widths" if n == 0 else "", f"{f'{width}':>9}  {_bar(part)} {part:.0%} of steps")
+    for n, (worker, one) in enumerate((now.workers or {}).items()):
+        figures = f"{number(one.acceptance_length, 2):>9}  {number(one.tokens_per_second, 1):>9} tokens/s"
+        page.add_row("τ by worker" if n == 0 else "", f"{figures}  {number(one.running, 0):>4} users  {worker}")
+    for laggard in lagging(seen):
+        page.add_row("", Text(str(laggard), style="bold"))
     return page
 
 

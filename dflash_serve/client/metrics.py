@@ -78,6 +78,11 @@ class ServerReading:
         pairs = [(now, earlier.workers[name]) for name, now in self.workers.items()]
         return _total((now.since(before), now.is_unused and before.is_unused) for now, before in pairs)
 
+    def by_worker(self, earlier: ServerReading) -> dict[str, AcceptanceStatistics]:
+        """The acceptance of each worker between two readings; empty if there are no workers."""
+        then = earlier.workers or {}
+        return {name: one.since(then[name]) for name, one in (self.workers or {}).items() if name in then}
+
     def same_workers(self, other: ServerReading) -> bool:
         """True if both readings are of the same workers."""
         return (self.workers or {}).keys() == (other.workers or {}).keys()
@@ -250,6 +255,7 @@ class LiveFigures:
     survival: list[float | None]  # Survival of slots 1, 2, ..., over the steps whose width covered them
     widths: dict[int, float] | None  # Width with the anchor -> its share of the steps; 1 = nothing was drafted
     trimmed: bool = False  # The engine verified an unknown part of each drafted block
+    workers: dict[str, LiveFigures] | None = None  # By address; None = it has one page of its own
 
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
@@ -258,7 +264,8 @@ class LiveFigures:
         rate, first, last = None, before.generated, now.generated
         if now.same_workers(before) and first is not None and last is not None and last >= first:
             rate = (last - first) / seconds
-        steps = acceptance.steps
+        steps, then = acceptance.steps, before.workers or {}
+        each = {name: cls.between(then[name], one) for name, one in (now.workers or {}).items() if name in then}
         return cls(
             engine=now.engine,
             seconds=seconds,
@@ -272,6 +279,7 @@ class LiveFigures:
             survival=acceptance.survival(),
             widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
             trimmed=acceptance.trimmed,
+            workers=each or None,
         )
 
     @property

@@ -29,6 +29,7 @@ from typing import Protocol, runtime_checkable
 from dflash_serve.adapter.protocol import InProcessBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.client.endpoint import Endpoint, Reply
+from dflash_serve.client.peers import accepting_less
 from dflash_serve.common.progress import doing
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -196,6 +197,7 @@ def interview(
             readings.append(endpoint.metrics.read())
             work.advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
+    behind = accepting_less(now.by_worker(before) for before, now in pairwise(readings))
     whole = total(each)
     width, steps = widths_of(each, most, endpoint.base)
     if whole.acceptance_length is None:
@@ -203,7 +205,7 @@ def interview(
         raise UserError("it reports no acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))
-    notes = (*_others(whole, answers), *([] if steps is None else [MIXED]))
+    notes = (*map(str, behind), *_others(whole, answers), *([] if steps is None else [MIXED]))
     return Interview(observation, width, steps, whole.engine, notes)
 
 

@@ -198,6 +198,25 @@ def layers_in_order(_: Patch) -> bool:
     return found == {True}
 
 
+def one_room_for_all(_: Patch) -> bool:
+    request = import_module("sglang.srt.managers.io_struct").GenerateReqInput
+    expand = getattr(request._handle_parallel_sampling, "__wrapped__", request._handle_parallel_sampling)
+    asked = request(text="x", sampling_params={"n": 2}, bootstrap_host="127.0.0.1", bootstrap_room=7)
+    asked._determine_batch_size()
+    expand(asked)
+    asked._normalize_batch_inputs()
+    assert asked.bootstrap_room == [7, 8]
+    send = import_module("sglang.srt.managers.tokenizer_manager").TokenizerManager._handle_batch_request
+    return asked.batch_size == 1 and "bootstrap_room" not in inspect.getsource(send)
+
+
+def drafts_without_the_prompt(_: Patch) -> bool:
+    found = find_spec("sglang.srt.disaggregation.nixl")  # its module wants NIXL
+    assert found is not None
+    assert found.origin is not None
+    return "decode_only_spec_dec" in Path(found.origin).with_name("conn.py").read_text(encoding="utf-8")
+
+
 OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "DFlash2 and DSpark fail with Gemma 4, whose head is its embedding": tied_gemma,
     "a plain drafter fails with an NVFP4 head on several devices": nvfp4_on_two_devices,
@@ -216,6 +235,8 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "no metric tells which slots are accepted": reported("sglang-slot-counters"),
     "DSPARK fails without a Markov head": markov_required,
     "features come in the order of the target's layers, each once, whatever `target_layer_ids` says": layers_in_order,
+    "the halves of a pair answer no request with `n` above 1": one_room_for_all,
+    "a decode half drafts without the prompt beside a prefill half without the drafter": drafts_without_the_prompt,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,18 @@ def test_the_doctor_reads_every_prompts_counts_through_the_router(router: str) -
     assert (told.width, told.engine) == (BLOCK, "SGLang with dflash-serve")
 
 
+def test_the_doctor_names_the_worker_that_accepts_less(
+    router: str, workers: list[FakeSglang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router hands requests out in turn; one worker accepts every third draft, the other every second token's."""
+    monkeypatch.setattr(workers[1], "rejects", True)
+    told = interview(Endpoint(router), [*CHATS, *CHATS, *CHATS], GREEDY, BLOCK)
+    (note,) = [note for note in told.notes if "is behind its peers" in note]
+    assert " is behind its peers: τ 1." in note
+    assert told.observation.each is not None
+    assert len(told.observation.each) == 12
+
+
 def test_top_sums_the_workers_behind_the_router(
     router: str, workers: list[FakeSglang], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +110,8 @@ def test_top_sums_the_workers_behind_the_router(
     assert shown["acceptance_length"] == 2
     assert shown["tokens_per_second"] * shown["seconds"] == pytest.approx(42)
     assert (shown["engine"], shown["running"]) == ("SGLang with dflash-serve", 0)
+    assert [one["acceptance_length"] for one in shown["workers"].values()] == [2, 2]
+    assert shown["behind"] == []
 
 
 def test_a_stream_that_is_cut_behind_the_router_is_asked_for_again(router: str, workers: list[FakeSglang]) -> None:
@@ -106,6 +121,20 @@ def test_a_stream_that_is_cut_behind_the_router_is_asked_for_again(router: str, 
     streamed = Endpoint(router).complete(CHATS[0], GREEDY, {"stream": True})
     assert (streamed.text, streamed.finish_reason) == (whole.text, "length")
     assert [worker.cuts for worker in workers] == [0, 0]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
+def test_bench_names_streams_that_end_early(
+    plain: tuple[FakeSglang, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SGLang's router ends them when a worker dies; aiperf counts them as answered."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    plain[0].cuts = 2
+    given = ("--dataset", tmp_path / "prompts.jsonl", "--concurrency", 1, "--rounds", 1, "--min-requests", 6)
+    more = ("--max-tokens", 20, "--no-warm-up", "--tokenizer", "smollm2", "--output", tmp_path / "out")
+    assert call(monkeypatch, "bench", "--url", f"plain={plain[1]}", *given, *more) == 0
+    assert "2 streams ended early, without a reason" in capsys.readouterr().out
 
 
 def test_behind_dynamo_verify_and_the_doctor_take_the_workers_metrics(

@@ -8,13 +8,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from prometheus_client import CollectorRegistry, Counter
 
 from dflash_sglang.facts import RELEASES as SGLANG
+from dflash_sglang.plugin import dynamo as hooked
 from dflash_tensorrt_llm.upstream import NEWEST, OLDEST, Release
 from dflash_vllm.facts import RELEASES as VLLM
 from tests.support.dynamo import DYNAMO, ROOT, dynamo_folders
@@ -77,3 +81,49 @@ def test_the_guide_says_which_engines_dynamo_brings_and_which_of_them_we_serve()
 def test_the_example_is_built_with_the_release_that_was_parsed() -> None:
     assert f"--build-arg DYNAMO={DYNAMO.version} " in (ROOT / "examples" / "deploy" / "dynamo.yaml").read_text()
     assert {component["runtimeVersionOverride"] for component in EXAMPLE} == {DYNAMO.version}
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has Dynamo's modules, as a worker's has."""
+    for folder in dynamo_folders():
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setitem(sys.modules, hooked.WORKER, sys)
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_workers_page_hands_on_our_counters() -> None:
+    (path,) = [path for path, hook in hooked.hooks().items() if hook is hooked.with_our_counters]
+    registry, pages = CollectorRegistry(), list[Any]()
+    for name in ("sglang:generation_tokens", "dflash_serve:steps", "python_info"):
+        Counter(name, "About it.", registry=registry).inc()
+    metrics = SimpleNamespace(
+        register_prometheus_expfmt_callback=pages.append, register_prometheus_typed_callback=lambda _: None
+    )
+    endpoint = SimpleNamespace(metrics=metrics)
+    for filters in (["sglang:"], ["vllm:"], None):
+        hooked.with_our_counters(
+            resolve_name(path), endpoint=endpoint, registry=registry, metric_prefix_filters=filters
+        )
+    ours = [[name in page() for name in ("sglang:generation", "dflash_serve:steps", "python_info")] for page in pages]
+    assert ours == [[True, True, False], [False, False, False], [True, True, True]]
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(("width", "drafted"), [(None, 7), ("auto", 7), ("4", 3)])
+def test_dynamos_planner_is_told_the_drafted_tokens_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, width: str | None, drafted: int
+) -> None:
+    (path,) = [path for path, hook in hooked.hooks().items() if hook is hooked.with_drafted_tokens]
+    told, block = resolve_name(path), SimpleNamespace(speculative_num_steps=1, speculative_num_draft_tokens=8)
+    if width is not None:
+        monkeypatch.setenv("DFLASH_SERVE_SPECULATION__WIDTH", width)
+    assert told(block)["nextn"] == 1, "Dynamo alone"
+    mended = hooked.with_drafted_tokens(told, block)
+    assert mended is not None
+    assert mended["nextn"] == drafted
+    assert hooked.with_drafted_tokens(told, SimpleNamespace(speculative_num_draft_tokens=None)) is None
+
+
+def test_where_dynamo_is_not_nothing_of_it_is_hooked() -> None:
+    assert hooked.hooks() == {}

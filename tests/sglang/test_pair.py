@@ -165,6 +165,43 @@ def test_a_decode_half_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.parametrize("room", [ROOM, [ROOM, ROOM + 1]])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_for_several_choices_is_refused_on_a_half(room: Any, n: int) -> None:
+    """SGLang's own expansion gives all choices, and the request before them that fills the cache, one room."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from dflash_sglang.plugin.pair import one_choice
+
+    handle = GenerateReqInput._handle_parallel_sampling
+    handle = getattr(handle, "__wrapped__", handle)
+
+    def request(room: Any) -> GenerateReqInput:
+        made = GenerateReqInput(text="x", sampling_params={"n": n}, bootstrap_host="127.0.0.1", bootstrap_room=room)
+        made.is_single, made.batch_size = True, 1
+        return made
+
+    one_choice(handle, request(None))
+    if n == 1:
+        one_choice(handle, request(room))
+        return
+    with pytest.raises(ValueError, match="n is 2, and the halves of a pair answer one choice a request"):
+        one_choice(handle, request(room))
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", None])
+def test_a_server_that_drafts_refuses_them(monkeypatch: pytest.MonkeyPatch, algorithm: str | None) -> None:
+    from dflash_sglang import plugin
+
+    applied: dict[str, Any] = {}
+    monkeypatch.setattr(plugin, "_apply", applied.update)
+    monkeypatch.setattr(plugin, "draft_problems", lambda _: [])
+    monkeypatch.setattr(plugin, "width_problems", lambda _: [])
+    monkeypatch.setattr("sglang.srt.arg_groups.overrides.resolving_view", lambda args: args)
+    plugin.before_resolution(lambda _: None, SimpleNamespace(speculative_algorithm=algorithm))
+    assert (plugin.CHOICES in applied) is (algorithm is not None)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")

@@ -1,79 +1,198 @@
-"""Real halves of a disaggregated pair: no token changes, acceptance is that of one server, and the decode half refuses
-a prefill half without the drafter.
+"""SGLang's real router before two real servers, and before two real halves of a pair.
 
-Three servers start, two at a time, of 3 GB each: `make test-distributed`.
+No token changes and no acceptance is lost; a client that hangs up frees all servers; a server that is killed costs no
+answer, and a half that starts again serves again; a prefill half without the drafter is refused.
+
+Six servers start, at most three run at a time, of 3 GB each: `make test-distributed`, which shows the figures.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from dflash_serve import LLM, SamplingParams
-from dflash_serve.client.metrics import read_acceptance
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import MetricsSource, read_acceptance
+from dflash_serve.common.http import page_status
 from dflash_serve.common.processes import free_port
-from dflash_serve.models.loader import load_tokenizer
-from dflash_serve.speculation.statistics import total
-from tests.support.fleet import Fleet, fleet
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import word_problems
-from tests.support.sglang_pair import Pair, half
-from tests.support.sglang_server import Server, serving, smollm2
+from tests.support.sglang_pair import half
+from tests.support.sglang_router import router_of_a_pair, running_router
+from tests.support.sglang_server import OnCpu, Server, gigabytes, kill, serving, smollm2
 
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif("DFLASH_SERVE_TEST_DISTRIBUTED" not in os.environ, reason="make test-distributed"),
 ]
-PROMPTS, TOKENS = 4, 32
-PORTS = {"prefill": free_port(), "bare": free_port()}
+TOKENS = 32
+CHATS = word_problems(4)
+PROMPTS = ["".join(f"{one['content']}\n" for one in chat) for chat in CHATS]
+STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
+LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PREFILL, MEETING = free_port(), free_port()
+"""Ports of the prefill half: one that starts again has them, too."""
+
+
+class Answers(NamedTuple):
+    """Of one server, or of several behind a router."""
+
+    tokens: list[list[int]]
+    counts: AcceptanceStatistics
+
+    @classmethod
+    def of(cls, server: Server, metrics: str) -> Answers:
+        """Greedy answers, one after the other."""
+        before = read_acceptance(metrics)
+        tokens = server.tokens(PROMPTS, TOKENS)
+        return cls(tokens, read_acceptance(metrics).since(before))
+
+    @property
+    def told(self) -> str:
+        """Its acceptance as words."""
+        length = self.counts.acceptance_length
+        return f"{length:.4f} ({self.counts.verifications:.0f} steps, {self.counts.accepted:.0f} accepted)"
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
-    """Two halves with the drafter; `bare`, a prefill half without it, takes the place of the first one."""
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
+    """Two servers and two halves of a pair."""
     wanted = {
-        "prefill": half(smollm2(8), "prefill", PORTS["prefill"]),
-        "decode": half(smollm2(8), "decode", PORTS["prefill"]),
-        "bare": half(smollm2("off").model_copy(update={"drafter": None}), "prefill", PORTS["bare"]),
+        "first": (smollm2(8), OnCpu()),
+        "second": (smollm2(8), OnCpu(port=free_port())),
+        "prefill": half(smollm2(8), "prefill", MEETING, PREFILL),
+        "decode": half(smollm2(8), "decode", MEETING),
     }
-    with fleet(serving, tmp_path_factory.mktemp("pair"), wanted) as running:
+    with fleet(serving, tmp_path_factory.mktemp("servers"), wanted, ahead=ahead(request.config)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer("smollm2")
-    encoded = (
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        for messages in word_problems(PROMPTS)
-    )
-    return [list(one["input_ids"]) for one in encoded]
+def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
+    """Prefill halves at the address of the first one: without the drafter, and with it."""
+    bare = smollm2("off").model_copy(update={"drafter": None})
+    wanted = {
+        # a prefill half keeps a request that the other half refused for 300 s, and the router waits for both
+        "bare": half(bare, "prefill", MEETING, PREFILL, SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="5"),
+        "again": half(smollm2(8), "prefill", MEETING, PREFILL),
+    }
+    with fleet(serving, tmp_path_factory.mktemp("replacements"), wanted, ahead=0) as running:
+        yield running
 
 
-def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], prompts: list[list[int]]) -> None:
+@pytest.fixture(scope="module")
+def whole(servers: Fleet[Server]) -> Answers:
+    """The first server's answers, asked directly."""
+    first = servers["first"].ready.result()
+    return Answers.of(first, first.url)
+
+
+@pytest.fixture(scope="module")
+def pair(servers: Fleet[Server], whole: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang's router before both halves, as one server."""
+    for name in servers.berths.keys() & {"first", "second"}:
+        servers[name].left.set()
     prefill, decode = (servers[name].ready.result() for name in ("prefill", "decode"))
-    pair = Pair(prefill, decode, PORTS["prefill"])
-    before = read_acceptance(decode.url)
-    answers = [pair.generate(prompt, TOKENS)["output_ids"] for prompt in prompts]
-    found = read_acceptance(decode.url).since(before)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    llm = LLM("smollm2", str(decode.folder / "draft"), width=8, max_model_len=1024, max_batch_size=1)
-    whole = llm.generate(prompts, params)
-    assert answers == [output.token_ids for output in whole]
-    reference = total(output.statistics for output in whole)
-    assert found.acceptance_length == pytest.approx(reference.acceptance_length, rel=0.02)
+    folder = tmp_path_factory.mktemp("router")
+    with router_of_a_pair(prefill.url, MEETING, decode.url, folder / "log") as url:
+        yield Server(url, folder)
 
 
-def test_a_prefill_half_without_the_drafter_is_refused_by_the_decode_half(
-    servers: Fleet[Server], prompts: list[list[int]]
+def test_two_servers_behind_the_router_answer_and_accept_as_one_does(
+    servers: Fleet[Server], whole: Answers, tmp_path: Path
 ) -> None:
-    servers["prefill"].left.set()
-    bare, decode = (servers[name].ready.result() for name in ("bare", "decode"))
+    first, second = (servers[name].ready.result() for name in ("first", "second"))
+    with running_router([first.url, second.url], tmp_path / "log") as url:
+        router = Server(url, tmp_path)
+        each = MetricsSource(url).require().workers
+        assert each is not None
+        assert {(name, one.engine) for name, one in each.items()} == {
+            (server.url, "SGLang with dflash-serve") for server in (first, second)
+        }
+        found = Answers.of(router, url)
+        print(f"router, two servers: {gigabytes():.1f} GB, acceptance {found.told}; one server {whole.told}")
+        assert found == whole
+        with closing(router.stream(PROMPTS[0], 400)) as stream:
+            next(stream)
+        assert all(server.settled("sglang:num_running_reqs", 0) for server in (first, second))
+        _a_killed_server_costs_no_answer(Endpoint(url), first, second)
+
+
+def _a_killed_server_costs_no_answer(router: Endpoint, first: Server, second: Server) -> None:
+    undisturbed = Endpoint(first.url).complete(STORY, LONG).text
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(router.complete, STORY, LONG, {"stream": True}) for _ in range(2)]
+        assert second.settled("sglang:num_running_reqs", 1)
+        killed = time.monotonic()
+        kill("--port", second.url.rpartition(":")[2])
+        assert [one.result().text for one in asked] == [undisturbed] * 2
+    print(f"router, a server killed: both streams whole {time.monotonic() - killed:.1f} s later")
+
+
+def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], whole: Answers, pair: Server) -> None:
+    found = Answers.of(pair, servers["decode"].ready.result().url)
+    print(f"pair: {gigabytes():.1f} GB, acceptance {found.told}; one server {whole.told}")
+    assert found == whole
+    assert MetricsSource(pair.url).require().acceptance == read_acceptance(servers["decode"].ready.result().url)
+
+
+def test_a_client_that_hangs_up_frees_both_halves(servers: Fleet[Server], pair: Server) -> None:
+    halves = [servers[name].ready.result() for name in ("prefill", "decode")]
+    with closing(pair.stream(PROMPTS[0], 400)) as stream:
+        next(stream)
+        assert halves[1].settled("sglang:num_running_reqs", 1)
+    assert all(server.settled("sglang:num_running_reqs", 0) for server in halves)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"n": 2, "temperature": 0.8}, "the halves of a pair answer one choice a request"),
+        ({"presence_penalty": 0.5}, "does not count the tokens of DFlash steps for presence_penalty"),
+    ],
+)
+def test_a_pair_refuses_in_one_line_what_it_cannot_answer(pair: Server, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        Pair(bare, decode, PORTS["bare"]).generate(prompts[0], TOKENS)
-    said = f"the prefill half at 127.0.0.1:{PORTS['bare']} runs no drafter, this decode half DFLASH"
+        pair.post("/v1/chat/completions", {"model": "smollm2", "messages": CHATS[0], "max_tokens": 8, **fields})
+    assert refused.value.code == 400
     assert said in refused.value.read().decode()
+
+
+def test_a_prefill_half_without_the_drafter_is_refused_and_one_that_starts_again_serves_again(
+    servers: Fleet[Server], replacements: Fleet[Server], pair: Server, whole: Answers
+) -> None:
+    kill("--port", str(PREFILL))
+    servers["prefill"].left.set()
+    decode = servers["decode"].ready.result()
+    replacements["bare"].ready.result()
+    said = f"the prefill half at 127.0.0.1:{MEETING} runs no drafter, this decode half DFLASH"
+    assert said in _answered(pair)
     assert said in Path(decode.folder, "server.log").read_text()
+    replacements["bare"].left.set()
+    while page_status(f"http://127.0.0.1:{PREFILL}/health") is not None:
+        time.sleep(0.2)
+    replacements["again"].ready.result()
+    ready = time.monotonic()
+    while "output_ids" not in _answered(pair):
+        assert time.monotonic() < ready + 300
+        time.sleep(1)
+    print(f"pair, prefill half killed: answers {time.monotonic() - ready:.1f} s after a new one is ready")
+    assert Answers.of(pair, decode.url) == whole
+
+
+def _answered(pair: Server) -> str:
+    """The pair's answer to a short request, or its refusal."""
+    try:
+        return str(pair.generate(PROMPTS[0], 2))
+    except urllib.error.HTTPError as error:
+        return error.read().decode()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,42 @@ def both_told(rank: int, folder: str, failing: str) -> None:
         told = str(error)
     Path(folder, f"rank{rank}").write_text(told)
     distributed.destroy_process_group()
+
+
+def one_waits(rank: int, folder: str, exchange: str) -> None:
+    """Rank 0 comes to an exchange, rank 1 hangs somewhere else; notes what rank 0 was told."""
+    from dflash_sglang.plugin import ranks as module
+
+    module.PATIENCE = timedelta(seconds=2)
+    store: Any = vars(distributed)["FileStore"](f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ranks = module.Ranks(SimpleNamespace(cpu_group=distributed.group.WORLD, world_size=2, rank_in_group=rank))
+    left = Path(folder, "told")
+    if rank == 1:
+        while not left.exists():
+            time.sleep(0.05)
+        return
+    asked: dict[str, Callable[[], object]] = {
+        "least": lambda: ranks.least(1.0),
+        "together": lambda: ranks.together("width 4", lambda: None),
+        "from_first": lambda: ranks.from_first("width 4", lambda: 1),
+    }
+    try:
+        asked[exchange]()
+    except RuntimeError as error:
+        Path(folder, "partial").write_text(str(error))
+    Path(folder, "partial").rename(left)
+
+
+@pytest.mark.parametrize("exchange", ["least", "together", "from_first"])
+def test_no_exchange_waits_without_limit_for_a_rank_that_hangs(tmp_path: Path, exchange: str) -> None:
+    import dflash_sglang.plugin.startup  # once, before the fork
+
+    assert dflash_sglang.plugin.startup
+    start_processes(one_waits, (str(tmp_path), exchange), nprocs=2, start_method="fork")
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("dflash-serve: ")
+    assert "another rank did not come within 2 s; its log says where it failed or hangs" in told
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ def test_a_storm_of_clients_that_hang_up_leaks_nothing(server: Server, truth: di
         answer = server.stream(PROMPTS[number % len(PROMPTS)], 60, rid=f"storm-{number}")
         for _ in range(luck.randrange(1, 12)):
             next(answer, None)
-        answer.close()  # type: ignore[attr-defined]
+        answer.close()
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(64)))

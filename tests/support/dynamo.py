@@ -24,12 +24,31 @@ RUNTIME = PinnedWheel(
     "3683cafe88ededdff29c9ae6f651367eac33153487ff84e205082483cd6b3095",
     platform="manylinux_2_28_x86_64",
 )
+# Imported by a worker, which uses them for pictures alone.
+MODULES = (
+    PinnedWheel("redis", "8.1.0", "a4fe1aac3d3b3cc791d4b3d5931c5a956045dc951ee74d1c913ee3ac4d2ee9fb"),
+    PinnedWheel(
+        "blake3",
+        "1.0.11",
+        "fe624bb87ee53d9770bec087631d7fd8f01eab0128693b8fe6b884d8c2cf0989",
+        platform="manylinux2014_x86_64",
+    ),
+)
 
 
 def dynamo_folders() -> tuple[Path, Path]:
     """The two folders that are one package, fetched if they are not there yet."""
-    first, second = (kept(f"{wheel.package}-{wheel.version}", wheel, _unpack) for wheel in (DYNAMO, RUNTIME))
+    first, second = map(_folder, (DYNAMO, RUNTIME))
     return first, second
+
+
+def worker_folders() -> tuple[Path, ...]:
+    """`dynamo_folders`, and those of the modules that a worker imports besides."""
+    return (*dynamo_folders(), *map(_folder, MODULES))
+
+
+def _folder(wheel: PinnedWheel) -> Path:
+    return kept(f"{wheel.package}-{wheel.version}", wheel, _unpack)
 
 
 def _unpack(wheel: Path, folder: Path) -> None:

@@ -31,6 +31,7 @@ class FakeSglang:
     def __init__(self, *, drafts: bool, wrong: bool = False) -> None:
         self.drafts, self.wrong = drafts, wrong
         self.cuts = 0  # Streams that will be cut
+        self.rejects = False  # Three of four of its drafts that others accept
         self.asked = list[tuple[str, Body]]()  # Requests for answers
         self.requests = self.generated = self.steps = 0
 
@@ -116,15 +117,17 @@ class FakeSglang:
     def _count(self, tokens: int) -> None:
         self.requests += 1
         self.generated += tokens
-        self.steps += tokens // 2  # the first token is the prefill's, and a step gains up to two
+        # the first token is the prefill's, and a step gains up to two
+        self.steps += 7 * tokens // 8 if self.rejects else tokens // 2
 
     def _stream(self, choice: Body, usage: Body) -> str:
         chat = "message" in choice
         said: Body = {"delta": choice.pop("message")} if chat else {"text": choice.pop("text")}
         last: Body = {"index": 0, "finish_reason": choice["finish_reason"], **({"delta": {}} if chat else {"text": ""})}
         parts = [{**choice, **said, "finish_reason": None}, last]
-        events: list[Body] = [{"id": "1", "model": "toy", "choices": [part]} for part in parts]
-        events.append({"id": "1", "model": "toy", "choices": [], "usage": usage})
+        common = {"id": "1", "object": "chat.completion.chunk" if chat else "text_completion", "model": "toy"}
+        events: list[Body] = [{**common, "choices": [part]} for part in parts]
+        events.append({**common, "choices": [], "usage": usage})
         if self.cuts > 0:
             self.cuts -= 1
             return f"data: {json.dumps(events[0])}\n\n"

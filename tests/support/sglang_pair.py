@@ -1,17 +1,11 @@
-"""A prefill half and a decode half of SGLang on a CPU, with K/V over NIXL, and what a router does before them."""
+"""A prefill half and a decode half of SGLang on a CPU, with K/V over NIXL."""
 
 from __future__ import annotations
 
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +14,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_sglang.settings import BACKUP, TRANSFER
 
 from .pinned_wheels import PinnedWheel, kept
-from .sglang_server import OnCpu, Server
+from .sglang_server import OnCpu
 
 NIXL = (
     PinnedWheel("nixl", "1.5.2", "e4ef5e16f60be11622030e23333387bd73101102fc9f62efa1c99021d51550a6"),
@@ -48,39 +42,19 @@ def _unpack(wheel: Path, folder: Path) -> None:
         opened.extractall(folder, [name for name in opened.namelist() if not name.startswith(NOT_WANTED)])
 
 
-def half(deployment: Deployment, role: str, bootstrap_port: int) -> tuple[Deployment, OnCpu]:
-    """A server for `fleet`: the deployment as one half, which keeps no host memory for retracted requests."""
+def half(
+    deployment: Deployment, role: str, bootstrap_port: int, port: int | None = None, **env: str
+) -> tuple[Deployment, OnCpu]:
+    """A server for `fleet`: the deployment as one half, which keeps no host memory for retracted requests.
+
+    Args:
+        port: of its HTTP server; None = a free one.
+        env: more variables of its environment.
+    """
     given: dict[str, Any] = {TRANSFER: "nixl", BOOTSTRAP: bootstrap_port}
     if role == "decode":
         given[BACKUP] = "cpu_tensor"  # else it wants 10 GiB of free host memory
     described = deployment.model_dump(exclude_unset=True)
     described |= {"role": role, "engine_args": {"sglang": given}}
     path = os.pathsep.join([*map(str, nixl_folders()), os.environ.get("PYTHONPATH", "")])
-    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path})
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two halves that run, and the place where they meet."""
-
-    prefill: Server
-    decode: Server
-    bootstrap_port: int
-    rooms: Iterator[int] = field(default_factory=lambda: count(1))
-
-    def generate(self, prompt: Any, tokens: int = 24, **more: Any) -> dict[str, Any]:
-        """The decode half's answer; both halves are asked, as by a router.
-
-        Raises:
-            HTTPError: of the decode half.
-        """
-        met = {"host": "127.0.0.1", "port": self.bootstrap_port, "room": next(self.rooms)}
-        room = {f"bootstrap_{name}": value for name, value in met.items()}
-        ask = partial(self.prefill.generate, prompt, tokens, **more, **room)
-        Thread(target=_quietly, args=[ask], daemon=True).start()  # after a refusal this half waits on, for minutes
-        return self.decode.generate(prompt, tokens, **more, **room)
-
-
-def _quietly(ask: Callable[[], Any]) -> None:
-    with suppress(OSError):  # the decode half's answer tells, too
-        ask()
+    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path, **env}, port=port)

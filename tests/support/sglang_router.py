@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,19 +37,35 @@ Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix
 
 
 @contextmanager
-def running_router(workers: list[str], log: Path) -> Iterator[str]:
+def running_router(workers: Sequence[str], log: Path, *, policy: str = "round_robin") -> Iterator[str]:
     """The address of a router before these workers."""
+    words = ["--policy", policy, "--worker-urls", *workers]
+    with _running(words, len(workers), log) as url:
+        yield url
+
+
+@contextmanager
+def router_of_a_pair(prefill: str, bootstrap_port: int, decode: str, log: Path) -> Iterator[str]:
+    """The address of a router before two halves, which looks at their health every second and asks once."""
+    looks = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1")
+    halves = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
+    with _running([*halves, *looks, "--disable-retries"], 2, log) as url:
+        yield url
+
+
+@contextmanager
+def _running(words: list[str], workers: int, log: Path) -> Iterator[str]:
     if (sys.platform, os.uname().machine) != MACHINE:
         pytest.skip("the router's wheel is for Linux on x86-64")
     package = kept(f"{WHEEL.package}-{WHEEL.version}", WHEEL, lambda file, out: zipfile.ZipFile(file).extractall(out))
     port, env = free_port(), {**os.environ, "PYTHONPATH": str(package)}
     ports = ["--port", str(port), "--prometheus-port", str(free_port())]
-    words = [*ports, "--host", "127.0.0.1", "--prometheus-host", "127.0.0.1", "--policy", "round_robin"]
-    command = [sys.executable, "-c", LAUNCH, *words, "--worker-urls", *workers]
+    hosts = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
+    command = [sys.executable, "-c", LAUNCH, *ports, *hosts, *words]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
-        _wait(f"http://127.0.0.1:{port}/readiness", len(workers), process, log)
+        _wait(f"http://127.0.0.1:{port}/readiness", workers, process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dflash_serve.adapter.launch import running_server
 from dflash_serve.adapter.protocol import Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.common.processes import running
 from dflash_serve.common.prometheus import Samples
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -62,11 +65,15 @@ class OnCpuLaunch(SGLangLaunch):
 
 
 class OnCpu(SGLangBackend):
-    """Our backend, its command with the flags of the CPU test platform and some more."""
+    """Our backend, its command with the flags of the CPU test platform and some more.
 
-    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+    Args:
+        port: None = a free one.
+    """
+
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None, port: int | None = None) -> None:
         super().__init__()
-        self.flags, self.env = flags, env or {}
+        self.flags, self.env, self.port = flags, env or {}, port
 
     def launch(self, deployment: Deployment) -> SGLangLaunch:
         """The launch of `serve`, on a CPU."""
@@ -102,7 +109,9 @@ class Server:
         answer: dict[str, Any] = self.post("/generate", _asked(prompt, tokens, more))
         return answer
 
-    def stream(self, prompt: str | Sequence[int], tokens: int = 24, **more: Any) -> Iterator[dict[str, Any]]:
+    def stream(
+        self, prompt: str | Sequence[int], tokens: int = 24, **more: Any
+    ) -> Generator[dict[str, Any], None, None]:
         """The same answer as it grows; closing the iterator hangs up."""
         body = {**_asked(prompt, tokens, more), "stream": True}
         with self._open("/generate", body) as lines:
@@ -180,5 +189,34 @@ def deployment(models: tuple[Path, Path], ranks: int = 1, requests: int = 8, **s
 @contextmanager
 def serving(folder: Path, deployment: Deployment, backend: OnCpu) -> Iterator[Server]:
     """A server that is ready; it is gone when the block ends."""
-    with running_server(backend, deployment, folder, patience=PATIENCE) as url:
+    if backend.port is None:
+        with running_server(backend, deployment, folder, patience=PATIENCE) as url:
+            yield Server(url, folder)
+        return
+    launch, url = backend.launch(deployment), f"http://127.0.0.1:{backend.port}"
+    command = launch.command(folder, port=backend.port)
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.prepare(folder)
+    env, ready = {**os.environ, **command.env}, url + backend.facts.probes.ready
+    with running(command.argv, folder / "server.log", env=env, ready=ready, patience=PATIENCE):
         yield Server(url, folder)
+
+
+def kill(*words: str) -> None:
+    """Kills a server of this process by words of its command line, as a machine that fails does."""
+    (found,) = (one for one in psutil.Process().children() if _holds(one, words))
+    os.killpg(found.pid, signal.SIGKILL)
+
+
+def _holds(process: psutil.Process, words: Sequence[str]) -> bool:
+    line = process.cmdline()
+    return any(line[at : at + len(words)] == list(words) for at in range(len(line)))
+
+
+def gigabytes() -> float:
+    """Memory of all processes that this one has started, shared pages counted once."""
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total / 2**30

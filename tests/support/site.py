@@ -27,6 +27,8 @@ def site(answer: Callable[[str, Any, str | None], tuple[int, Any]]) -> Iterator[
             data = text.encode() if isinstance(text, str) else text
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            if data.startswith(b"data: "):
+                self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
             self.wfile.write(data)
 

@@ -19,9 +19,10 @@ from dflash_serve.common.key_guard import KeyGuard
 from dflash_serve.deployment.variables import given_cost, given_survival
 from dflash_serve.errors import Problem, UserError, refuse
 from dflash_sglang.facts import FACTS, RELEASES
-from dflash_sglang.settings import AUTO, DFLASH, WIDTH_VARIABLE, asked_width
+from dflash_sglang.settings import AUTO, DFLASH, DSPARK, WIDTH_VARIABLE, asked_width
 
-from .pair import beside_its_drafter
+from . import dynamo
+from .pair import beside_its_drafter, one_choice
 from .refusals import StrictLoad, draft_problems, guarded, with_min_p
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ RESULT = (
 LOAD_WEIGHTS = "sglang.srt.models.dflash.DFlashDraftModel.load_weights"
 QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 PREFILL_HALVES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._ensure_prefill_info"
+CHOICES = "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling"
 MAMBA = "sglang.kernels.ops.mamba.triton_ops.ssu_dispatch.selective_state_update"
 TARGET_PROBS = "sglang.srt.speculative.dflash_utils.build_speculative_verify_target_probs"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
@@ -86,13 +88,15 @@ def before_resolution(resolve: Callable[[Any], None], server_args: Any) -> None:
     Raises:
         ValueError: this draft or these settings will not do; the message says why.
     """
-    algorithm = getattr(server_args, "speculative_algorithm", None)  # of whatever release
-    if str(algorithm).upper() == DFLASH and usable():
+    algorithm = str(getattr(server_args, "speculative_algorithm", None)).upper()  # of whatever release
+    if algorithm == DFLASH and usable():
         from sglang.srt.arg_groups.overrides import resolving_view
 
         asked = resolving_view(server_args)
         refuse(draft_problems(asked))
         refuse(width_problems(asked))
+    if algorithm in (DFLASH, DSPARK) and usable():
+        _apply({CHOICES: one_choice, **dynamo.hooks()})
     resolve(server_args)
 
 

@@ -4,6 +4,9 @@ Both halves keep K/V of the drafter. What the prefill half stores of a prompt is
 without the drafter sends none, the decode half drafts as if there were no prompt, and SGLang says nothing
 (`decode_only_spec_dec` in disaggregation/nixl/conn.py). The decode half learns the prefill half's address with the
 first request and asks it for its settings; where it finds no drafter, requests by way of it end with an error.
+
+A request for several choices (`n`) is refused: SGLang gives all of them, and the request that fills the prefix cache
+before them, the room of the first (managers/tokenizer_manager.py, `_handle_batch_request`), and none is answered.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ SECONDS = 5.0  # time limit of the question; SGLang's own for the same address
 UNLIKE = (
     "dflash-serve: the prefill half at %s runs %s, this decode half %s: it would draft without the prompt and accept "
     "less; start both halves with the same drafter"
+)
+SEVERAL = (
+    "dflash-serve: n is {n}, and the halves of a pair answer one choice a request: with more, SGLang lets all of them "
+    "wait for the same K/V, and answers none; send {n} requests"
 )
 UNKNOWN = (
     "dflash-serve: the prefill half at %s does not tell whether it runs the drafter (%s); if not, this half accepts "
@@ -55,6 +62,17 @@ def beside_its_drafter(
                 request.kv_receiver.abort()
                 manager.record_failure(request.req.bootstrap_room, reason)
     return ready, remaining
+
+
+def one_choice(handle: Callable[[Any], None], request: Any) -> None:
+    """Around `GenerateReqInput._handle_parallel_sampling`: a request for several choices is answered with HTTP 400.
+
+    Raises:
+        ValueError: it is for several choices, and a router handed it to two halves.
+    """
+    handle(request)
+    if request.parallel_sample_num > 1 and request.bootstrap_room is not None:
+        raise ValueError(SEVERAL.format(n=request.parallel_sample_num))
 
 
 def _algorithm(address: str, info: Any, ours: str) -> str | None:

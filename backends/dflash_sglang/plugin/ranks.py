@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from dflash_serve.errors import first_line
+
 logger = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=5)
 """Time limit for other ranks at start-up. After it this rank raises, and SGLang ends the server."""
@@ -31,10 +33,18 @@ class Ranks:
         self.several = int(group.world_size) > 1
         self.is_first = group.rank_in_group == 0
 
-    def least(self, *values: float) -> list[float]:
-        """The smallest of all ranks' values, one by one."""
+    def least(self, *values: float, what: str = "a number of all ranks") -> list[float]:
+        """The smallest of all ranks' values, one by one: start-up only.
+
+        Args:
+            what: the matter, for the error.
+
+        Raises:
+            RuntimeError: a rank did not come in time: it failed, or hangs, where the others still wait for it.
+        """
         box = torch.tensor(values, dtype=torch.float64)
         if self.several:
+            self._meet(what)
             distributed.all_reduce(box, op=distributed.ReduceOp.MIN, group=self.group)
         least: list[float] = box.tolist()
         return least
@@ -44,7 +54,7 @@ class Ranks:
 
         Raises:
             RankError: it failed on one.
-            RuntimeError: a rank did not come (it failed where the others still wait for it).
+            RuntimeError: a rank did not come in time.
         """
         made, error = None, None
         try:
@@ -52,11 +62,17 @@ class Ranks:
         except Exception as failure:
             error = failure
             logger.exception("dflash-serve: %s", what)
-        if self.several:
-            distributed.monitored_barrier(self.group, timeout=PATIENCE)
-        if self.least(float(error is None)) == [0]:
+        if self.least(float(error is None), what=what) == [0]:
             raise RankError(f"{what}: {error or 'another rank failed'}") from error
         return made  # type: ignore[return-value]
+
+    def _meet(self, what: str) -> None:
+        # gloo's other exchanges wait as long as SGLang's group does, by default half an hour
+        try:
+            distributed.monitored_barrier(self.group, timeout=PATIENCE)
+        except RuntimeError as error:
+            text = f"dflash-serve: {what}: another rank did not come within {PATIENCE.total_seconds():g} s; "
+            raise RuntimeError(f"{text}its log says where it failed or hangs ({first_line(error)})") from error
 
     def from_first(self, what: str, make: Callable[[], T]) -> T:
         """Gives what `make` gives on the first rank, anything that can be pickled: start-up only.

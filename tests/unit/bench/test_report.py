@@ -181,6 +181,8 @@ def test_caveats_follow_from_what_happened() -> None:
     assert "aiperf ran on the same machine" not in said(calm)
     assert "aiperf ran on the same machine" in said(report(RUNS, served=DEPLOYMENT))
     assert "3 requests failed" in said(report([*RUNS[1:], RUNS[0].model_copy(update={"errors": 3})]))
+    assert "ended early" not in said(calm)
+    assert "2 streams ended early" in said(report([*RUNS[1:], RUNS[0].model_copy(update={"cut": 2})]))
     noisy = [*RUNS[1:], RUNS[0].model_copy(update={"throughput": 60.0})]
     assert "Rounds scatter by up to 177%" in said(report(noisy))
 

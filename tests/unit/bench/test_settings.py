@@ -212,7 +212,9 @@ def test_figures_are_aiperfs_and_a_missing_one_is_unknown() -> None:
     assert (found.throughput, found.interactivity) == (235.7, 243.1)
     assert (found.first_token_ms, found.first_token_p99_ms, found.inter_token_ms) == (27.9, 34.5, 4.1)
     found = read_figures({**REPORT, "inter_token_latency": None, "error_summary": REFUSED}, where="x")
-    assert (found.inter_token_ms, found.errors) == (None, 3)
+    assert (found.inter_token_ms, found.errors, found.cut) == (None, 3, 0)
+    found = read_figures({**REPORT, "usage_completion_tokens": {"unit": "tokens", "avg": 16.0, "count": 6}}, where="x")
+    assert found.cut == 2, "streams without usage, their last event, ended early"
     with pytest.raises(UserError, match=r"no request was answered, 3 failed \(queue is full\)"):
         read_figures({"error_summary": REFUSED}, where="x")
 

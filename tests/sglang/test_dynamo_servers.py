@@ -1,0 +1,113 @@
+"""Dynamo's real frontend before two real workers: no token changes, no acceptance is lost, no stream of a killed one.
+
+The frontend and the workers meet by files, without etcd and NATS. Two workers of 3 GB each: `make test-distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dflash_serve import LLM, SamplingParams
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.prometheus import Samples
+from dflash_serve.models.loader import load_tokenizer
+from dflash_serve.speculation.statistics import total
+from tests.support.dynamo_servers import (
+    DynamoWorker,
+    running_frontend,
+    serving_dynamo,
+    wait_for_workers,
+)
+from tests.support.fleet import Fleet, fleet
+from tests.support.prompts import word_problems
+from tests.support.sglang_server import Server, gigabytes, kill, smollm2
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif("DFLASH_SERVE_TEST_DISTRIBUTED" not in os.environ, reason="make test-distributed"),
+]
+CHATS = word_problems(4)
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
+LONG = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+MOVED = "dynamo_frontend_model_migration_total"
+
+
+class Dynamo(NamedTuple):
+    """A frontend, and its workers by their system ports."""
+
+    frontend: Endpoint
+    workers: list[Server]
+
+    def metric(self, name: str) -> float:
+        """A sum of the frontend's own page."""
+        return Samples(Server(self.frontend.url, Path()).get("/metrics")).total(name) or 0.0
+
+
+@contextmanager
+def running_dynamo(folder: Path, workers: Fleet[Server]) -> Iterator[Dynamo]:
+    with running_frontend(folder / "store", folder) as url:
+        servers = [workers[name].ready.result() for name in ("first", "second")]
+        wait_for_workers(url, len(servers))
+        yield Dynamo(Endpoint(url, metrics_urls=tuple(one.url for one in servers)), servers)
+
+
+@pytest.fixture(scope="module")
+def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
+    folder = tmp_path_factory.mktemp("dynamo")
+    store = folder / "store"
+    store.mkdir()
+    wanted = {name: (smollm2(8), DynamoWorker(store, "smollm2")) for name in ("first", "second")}
+    with fleet(serving_dynamo, folder, wanted) as workers, running_dynamo(folder, workers) as found:
+        yield found
+
+
+def test_dynamo_answers_and_accepts_as_one_engine_does(dynamo: Dynamo) -> None:
+    before = dynamo.frontend.metrics.require()
+    answers = [dynamo.frontend.complete(chat, GREEDY) for chat in CHATS]
+    after = dynamo.frontend.metrics.read()
+    assert after.engine == "SGLang with dflash-serve", "its page hands on our counters"
+    found, memory = after.since(before), gigabytes()
+    tokenizer = load_tokenizer("smollm2")
+    prompts = [
+        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+        for chat in CHATS
+    ]
+    draft = str(dynamo.workers[0].folder / "draft")
+    llm = LLM("smollm2", draft, width=8, max_model_len=1024, max_batch_size=1)
+    whole = llm.generate(prompts, GREEDY)
+    assert [answer.text for answer in answers] == [output.text for output in whole]
+    reference = total(output.statistics for output in whole)
+    print(f"Dynamo, two workers: {memory:.1f} GB, acceptance {found.acceptance_length}; {reference.acceptance_length}")
+    assert found.acceptance_length == pytest.approx(reference.acceptance_length, rel=0.02)
+    assert None not in found.survival(), "slots are counted, too"
+
+
+def test_streams_of_a_killed_worker_go_on_at_the_other_one(dynamo: Dynamo) -> None:
+    undisturbed = dynamo.frontend.complete(STORY, LONG).text
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(dynamo.frontend.complete, STORY, LONG, {"stream": True}) for _ in range(4)]
+        victim = _busy(dynamo.workers)
+        killed = time.monotonic()
+        kill("--speculative-draft-model-path", str(victim.folder / "draft"))
+        answers = [one.result() for one in asked]
+    print(f"Dynamo, a worker killed: four streams whole {time.monotonic() - killed:.1f} s later")
+    assert [(one.text, one.finish_reason) for one in answers] == [(undisturbed, "length")] * len(answers)
+    assert dynamo.metric(MOVED) > 0
+
+
+def _busy(workers: list[Server]) -> Server:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for worker in workers:
+            if worker.metric("sglang:num_running_reqs"):
+                return worker
+    raise AssertionError("no worker has a stream")
