@@ -179,6 +179,12 @@ class SGLangSettings(EngineLaunch):
         return round(max(COPIED, min(1.0, longest / memory.tokens)) * memory.pool / OF_FREE_HOST)
 
     @property
+    def host_bytes(self) -> int | None:
+        """The copies of all devices of one node, and what must stay free beside them."""
+        parallel, count = self.deployment.parallel, self.deployment.hardware.count
+        return None if self.host_copy is None else self.host_copy * (count // parallel.nodes) + HOST_RESERVE
+
+    @property
     def running_bytes(self) -> int:
         """Memory of a device beside weights and K/V; every width other than B has graphs of its own."""
         return RUNTIME_BYTES + GRAPH_BYTES + len(self.narrow_widths) * WIDTH_BYTES

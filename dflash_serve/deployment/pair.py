@@ -51,7 +51,7 @@ def _with_own(deployment: Deployment, own: dict[str, dict[str, object]]) -> dict
 
 
 def both_halves(deployment: Deployment) -> tuple[Deployment, ...]:
-    """The halves of a pair, prefill first; the deployment itself where it is no pair, or is one half already."""
+    """A pair's deployment in both roles, prefill first; as it is where it is no pair, or one half already."""
     if deployment.pair is None or deployment.role != "whole":
         return (deployment,)
-    return tuple(half_of(deployment, role) for role in HALVES)
+    return tuple(deployment.model_copy(update={"role": role}) for role in HALVES)

@@ -154,7 +154,7 @@ def test_whole_experts_stay_whole_on_another_number_of_gpus(fields: dict[str, An
     deployment = Deployment.model_validate(
         {**fields, "hardware": {"count": 4}, "parallel": {"tensor": 4, "expert": 4}, "pair": {"decode": {"gpus": 8}}}
     )
-    prefill, decode = both_halves(deployment)
+    prefill, decode = (half_of(deployment, role) for role in HALVES)
     assert (prefill.parallel.expert, decode.parallel.expert, decode.parallel.tensor) == (4, 8, 8)
 
 
