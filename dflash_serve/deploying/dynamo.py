@@ -157,7 +157,7 @@ def _pod(workload: Workload, component: Component) -> Document:
     shared = {"image": workload.image, "env": _environment(workload, component), "volumeMounts": mounts}
     prepare = ["dflash-serve", "deploy", "/etc/dflash-serve/deployment.yaml", "--backend", workload.backend]
     before = {"name": "prepare", **shared, "command": [*prepare, "--prepare", "/prepared"]}
-    main = {
+    main: dict[str, Any] = {
         "name": "main",
         **shared,
         "command": ["python3", "-m", f"dynamo.{FRAMEWORKS[workload.backend]}"],

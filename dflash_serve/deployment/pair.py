@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import JsonValue
+
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
@@ -40,9 +42,9 @@ def half_of(deployment: Deployment, role: Role) -> Deployment:
     )
 
 
-def _with_own(deployment: Deployment, own: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+def _with_own(deployment: Deployment, own: dict[str, dict[str, JsonValue]]) -> dict[str, dict[str, JsonValue]]:
     """The deployment's arguments and a half's, which win in whatever spelling they are."""
-    found = dict[str, dict[str, object]](deployment.engine_args)
+    found = dict(deployment.engine_args)
     for backend, arguments in own.items():
         names = {name.replace("_", "-") for name in arguments}
         kept = {name: value for name, value in found.get(backend, {}).items() if name.replace("_", "-") not in names}

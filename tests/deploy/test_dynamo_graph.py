@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -17,6 +17,7 @@ from tests.support.chart import DIGEST, ROOT
 from tests.support.offline_hub import offline_hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
+jsonschema: Any = import_module("jsonschema")
 IMAGE = f"registry.example/x@{DIGEST}"
 KUBERNETES = "1.37"
 POD = {"type": "object"}  # checked by Kubernetes' own schemas

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.facts import Releases
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_deployment
@@ -67,7 +68,7 @@ def test_vllms_halves_produce_and_consume_by_nixl(fields: dict[str, Any]) -> Non
 @every_pair
 @both
 def test_a_half_is_checked_against_the_other(engine: str, role: str, fields: dict[str, Any]) -> None:
-    other = HALVES[1 - HALVES.index(role)]  # type: ignore[arg-type]
+    other = HALVES[1 - HALVES.index(role)]
     page = {"sglang": "page-size", "vllm": "block-size"}[engine]
     unlike = problems(engine, fields, role=role, pair=own(engine, other, **{page: 64}))
     assert unlike == (
@@ -186,8 +187,8 @@ def test_a_decode_half_without_free_host_memory_is_refused_where_it_would_start(
     class Psutil:
         virtual_memory = Free
 
-    monkeypatch.setattr(checks.RELEASES.__class__, "installed", lambda self: "0.5.23")
-    monkeypatch.setattr(checks.RELEASES.__class__, "import_problem", lambda self: None)
+    monkeypatch.setattr(Releases, "installed", lambda self: "0.5.23")
+    monkeypatch.setattr(Releases, "import_problem", lambda self: None)
     monkeypatch.setattr(checks, "import_module", lambda name: Psutil)
     for role, more, count in (
         ("decode", {}, 1),
