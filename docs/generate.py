@@ -114,9 +114,19 @@ def deployment_page() -> str:
         inner = schema["$defs"][model]
         about = [inner["description"], notes["Deployment"].get(name, "")]
         lines += ["", f"## `{name}`", "", " ".join(" ".join(about).split()), "", *HEADER]
-        lines += [_row(key, field, inner, notes[model]) for key, field in inner["properties"].items()]
+        lines += _rows(schema, model, notes)
     lines += ["", "## Engines", "", *ENGINES_INTRODUCTION, "", *_engines()]
     return "\n".join(lines) + "\n"
+
+
+def _rows(schema: dict[str, Any], model: str, notes: dict[str, dict[str, str]], prefix: str = "") -> Iterator[str]:
+    """A row for every key of a section, and of the sections in it."""
+    inner = schema["$defs"][model]
+    for key, field in inner["properties"].items():
+        if "$ref" in field:
+            yield from _rows(schema, field["$ref"].rpartition("/")[2], notes, f"{prefix}{key}.")
+        else:
+            yield _row(prefix + key, field, inner, notes[model])
 
 
 def _engines() -> Iterator[str]:
@@ -126,7 +136,8 @@ def _engines() -> Iterator[str]:
     yield f"| key | {' | '.join(titles)} |"
     yield "|---" * (len(ENGINES) + 1) + "|"
     for key in deployment_keys():
-        cells = (_honoured([one for one in facts[engine].refusals if one.key == key]) for engine in ENGINES)
+        named = (key, key.partition(".")[0])  # an entry may name a whole section
+        cells = (_honoured([one for one in facts[engine].refusals if one.key in named]) for engine in ENGINES)
         yield f"| `{key}` | {' | '.join(map(_cell, cells))} |"
 
 
@@ -144,9 +155,16 @@ def _honoured(refusals: Sequence[Refusal]) -> str:
 
 def _row(key: str, field: dict[str, Any], owner: dict[str, Any], notes: dict[str, str]) -> str:
     default = field.get("default")
-    shown = "required" if key in owner.get("required", ()) else "" if default is None else f"`{str(default).lower()}`"
+    key_of_owner = key.rpartition(".")[2]
+    shown = (
+        "required"
+        if key_of_owner in owner.get("required", ())
+        else ""
+        if default is None
+        else f"`{str(default).lower()}`"
+    )
     types = ", ".join(dict.fromkeys(name for kind in _kinds(field) for name in _type(kind)))
-    return f"| `{key}` | {types} | {shown} | {_cell(notes.get(key, ''))} |"
+    return f"| `{key}` | {types} | {shown} | {_cell(notes.get(key_of_owner, ''))} |"
 
 
 def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:

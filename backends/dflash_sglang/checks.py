@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from math import isclose
 
 from dflash_serve.adapter.arguments import parser_problems
@@ -26,11 +27,21 @@ from dflash_serve.adapter.launch import memory_problems
 from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import plain_only
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
-from .settings import DFLASH, DSPARK, KEEP_ON_DECODE, TRANSFER, SGLangSettings, head_problems
+from .settings import (
+    BACKUP,
+    DFLASH,
+    DSPARK,
+    HOST_RESERVE,
+    KEEP_ON_DECODE,
+    TRANSFER,
+    SGLangSettings,
+    head_problems,
+)
 
 WITHOUT_KEYS, TOKENIZERS = ("grpc-mode", "smg-grpc-mode", "grpc-port"), "tokenizer-worker-num"
 OTHER_SERVERS = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT")
@@ -177,6 +188,17 @@ def _half(settings: SGLangSettings) -> Iterator[Problem]:
         elif width not in ("off", 1):
             do = "name the decode half's; where that does not draft either, set speculation.width to off"
             yield Problem(f"a prefill half without one: {lost}", "drafter", do)
+
+
+def host_memory_problems(settings: SGLangSettings) -> Iterator[Problem]:
+    """Too little host memory for the K/V of retracted requests: SGLang would say so when all weights are loaded."""
+    if not settings.has_host_copy or RELEASES.installed() is None or RELEASES.import_problem():
+        return
+    free: int = import_module("psutil").virtual_memory().available  # as SGLang asks (mem_cache/pool_host/base.py)
+    if free <= HOST_RESERVE:
+        what = f"{free / GIB:.1f} GiB of host memory are free, and SGLang's copy of retracted K/V begins beyond"
+        do = "free some, or set it to cpu_tensor: retracted requests then draft without their context"
+        yield Problem(f"{what} {HOST_RESERVE // GIB} GiB", f"engine_args.sglang.{BACKUP}", do)
 
 
 def _experts(settings: SGLangSettings) -> Iterator[Problem]:

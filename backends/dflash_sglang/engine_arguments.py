@@ -96,6 +96,8 @@ def argument_table(deployment: Deployment) -> ArgumentTable:
     keys = KEYS if deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if deployment.kv_cache.memory_fraction is not None:
         keys = {**keys, "mem_fraction_static": "kv_cache.memory_fraction"}
+    if deployment.pair is not None and deployment.pair.transfer is not None:
+        keys = {**keys, "disaggregation_transfer_backend": "pair.transfer"}
     version = RELEASES.installed()
     known = version if RELEASES.supports(version) else str(RELEASES)
     return ArgumentTable("sglang", f"SGLang {known}", _parser, keys)

@@ -13,10 +13,11 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment.gpus import GIB, Gpu
 from dflash_serve.errors import Problem, UserError
 
-from .checks import problems
+from .checks import host_memory_problems, problems
 from .engine_arguments import PARSERS, argument_table
 from .settings import (
     BACKUP,
+    DRAFT_KERNELS,
     DSPARK,
     HOST_RESERVE,
     REPLAY,
@@ -31,8 +32,6 @@ QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
-
-DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
 
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
@@ -75,6 +74,10 @@ class SGLangLaunch(SGLangSettings):
     def _problems(self) -> list[Problem]:
         return problems(self)
 
+    @property
+    def problems_here(self) -> list[Problem]:
+        return list(host_memory_problems(self))
+
     def _draft_form(self, drafter: DrafterConfig) -> DraftForm:
         """z-lab's or DeepSpec's dialect, in bfloat16."""
         dialect = dialect_of(drafter)
@@ -113,9 +116,9 @@ class SGLangLaunch(SGLangSettings):
         elif self.algorithm is not None and DRAFT_KERNELS not in self.given:
             why = f"what serves DFlash on {gpu.name}; SGLang chooses the target's by model"
             yield Choice("the drafter's attention", draft_kernels(gpu) or "SGLang's choice", why)
-        if self.is_half and TRANSFER not in self.given:
+        if self.is_half and TRANSFER not in self.given and self.transfer is None:
             why = "SGLang's own, over RDMA; mooncake_tcp needs none, nixl is the other; the same on both halves"
-            yield Choice(f"engine_args.sglang.{TRANSFER}", "mooncake", why)
+            yield Choice("pair.transfer", "mooncake", why)
         if deployment.hardware.dtype == "auto":
             yield Choice("hardware.dtype", "bfloat16", "what SGLang's DFlash computes in")
 
@@ -165,6 +168,8 @@ class SGLangLaunch(SGLangSettings):
             yield "--revision", target.revision
         if self.is_half:
             yield "--disaggregation-mode", self.deployment.role
+        if self.is_half and self.transfer is not None:
+            yield f"--{TRANSFER}", self.transfer
 
     def _precision(self) -> Iterator[Flag]:
         yield "--dtype", "bfloat16"

@@ -30,8 +30,15 @@ GRAPH_BYTES = 3 * GIB  # CUDA graphs of target and drafter, and activations of a
 WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
 TRANSFER = "disaggregation-transfer-backend"  # SGLang's flag: the way of K/V from one half of a pair to the other
 BACKUP = "disaggregation-decode-retraction-backup"  # SGLang's flag: the place of a retracted request's K/V
+DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
 KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
 OFFLOAD = "disaggregation-decode-enable-offload-kvcache"  # SGLang's flag
+ALIKE = (
+    *("page-size", TRANSFER, "attention-backend", "speculative-algorithm", "speculative-draft-model-path"),
+    *("speculative-num-draft-tokens", "speculative-draft-kv-cache-dtype", DRAFT_KERNELS),
+)
+"""Arguments of the layout of target's and drafter's K/V; SGLang itself compares the page size and the target's format,
+with the first request (disaggregation/common/conn.py)."""
 COPIED = 0.2
 """Share of a decode half's K/V that SGLang copies, at least one request's (mem_cache/kv_cache_builder.py)."""
 HOST_RESERVE = 10 * GIB
@@ -96,6 +103,7 @@ class SGLangSettings(EngineLaunch):
     one_key = True
     loggers = ("sglang",)
     logging_variable = "SGLANG_LOGGING_CONFIG_PATH"
+    alike = ALIKE
 
     @property
     def algorithm(self) -> str | None:
@@ -148,11 +156,6 @@ class SGLangSettings(EngineLaunch):
         return [self.width] if isinstance(self.width, int) else narrow_widths(self.block_size)
 
     @property
-    def is_half(self) -> bool:
-        """One half of a disaggregated pair."""
-        return self.deployment.role != "whole"
-
-    @property
     def has_host_copy(self) -> bool:
         """SGLang reserves host memory at start for the K/V of requests that it retracts.
 
@@ -174,6 +177,12 @@ class SGLangSettings(EngineLaunch):
             return None
         longest = self.deployment.limits.max_model_len or self.target.shape.max_position_embeddings or 0
         return round(max(COPIED, min(1.0, longest / memory.tokens)) * memory.pool / OF_FREE_HOST)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The copies of all devices of one node, and what must stay free beside them."""
+        parallel, count = self.deployment.parallel, self.deployment.hardware.count
+        return None if self.host_copy is None else self.host_copy * (count // parallel.nodes) + HOST_RESERVE
 
     @property
     def running_bytes(self) -> int:

@@ -56,6 +56,14 @@ REFUSALS = (
     ),
     Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
     Refusal(
+        "pair",
+        "a decoding server of TensorRT-LLM never sees the prompt's features, so acceptance silently drops"
+        " (TensorRT-LLM#19352)",
+        "leave it out, or use --backend sglang",
+        drafting=True,
+    ),
+    Refusal("pair", "pairs are not covered by this backend", "leave it out, or use --backend sglang"),
+    Refusal(
         "speculation.draft_window",
         "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with",
         "leave it out, or use --backend sglang",

@@ -50,6 +50,7 @@ INSTEAD = {
     "parallel.data": "set it to 1, and take replicas: `dflash-serve deploy`",
     "speculation.draft_window": "leave it out, or serve with --backend sglang",
     "role": "leave it out, or serve with --backend sglang",
+    "pair": "leave it out, or serve with --backend sglang or vllm",
     "parallel.context": "leave it out, or serve with --backend tensorrt-llm",
     "drafter.quantization": "leave it out, or serve with --backend tensorrt-llm",
 }
@@ -60,8 +61,8 @@ REFUSALS = tuple(
         "the embedded backend has no such thing (given: {value!r})",
         INSTEAD.get(key, "leave it out, or serve with another --backend"),
     )
-    for key in deployment_keys()
-    if key not in HONOURED
+    for key in (*deployment_keys(), "pair")
+    if key not in HONOURED and not key.startswith("pair.")
 )
 
 

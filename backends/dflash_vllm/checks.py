@@ -73,6 +73,7 @@ def problems(settings: VLLMSettings) -> list[Problem]:
         found += block_problems(settings.deployment, settings.drafter)
     found += [
         *_speculation(settings),
+        *_half(settings),
         *refusal_problems(settings.deployment, FACTS.refusals),
         *_devices(settings),
         *expert_problems(settings.deployment, settings.target.experts, "vLLM"),
@@ -124,6 +125,22 @@ def _speculation(settings: VLLMSettings) -> Iterator[Problem]:
         batch, block = settings.max_batch_size, settings.block_size
         what = f"{batch} blocks of {block} slots are {settings.block_rows} rows a step, max_num_tokens is {asked}"
         yield Problem(what, "limits.max_num_tokens", f"set it to {settings.block_rows}, or limits.max_batch_size lower")
+
+
+def _half(settings: VLLMSettings) -> Iterator[Problem]:
+    """Drafters and targets with which a half of a disaggregated pair crashes, or drafts without the prompt."""
+    if settings.drafter is None or not settings.is_half:
+        return
+    width, block = settings.deployment.speculation.width, settings.block_size
+    if width not in ("auto", block):
+        what = f"vLLM verifies whole blocks of {block} slots on one half of a pair, not {width}"
+        yield Problem(what, "speculation.width", f"set it to {block}, auto or off")
+    if settings.drafter.family == "DSpark":
+        what = "vLLM's DSpark crashed on prefill halves, and was not tried since (vllm#48221)"
+        yield Problem(what, "drafter.model", "serve whole, use a plain drafter, or --backend sglang")
+    if settings.target.recurrent:
+        what = "vLLM does not tell a drafter's K/V from the target's recurrent layers (vllm#57032)"
+        yield Problem(what, "target.model", "serve whole, serve without a drafter, or use --backend sglang")
 
 
 def captures(settings: VLLMSettings) -> bool | None:

@@ -106,6 +106,8 @@ def argument_table(settings: VLLMSettings) -> ArgumentTable:
     keys = dict(KEYS) if settings.deployment.drafter is None else KEYS | OF_OUR_DRAFTER
     if settings.deployment.kv_cache.memory_fraction is not None:
         keys["gpu_memory_utilization"] = "kv_cache.memory_fraction"
+    if settings.is_half:
+        keys["kv_transfer_config"] = "role"
     if settings.has_our_scheduler:
         keys |= OUR_SCHEDULER
     version = RELEASES.installed()

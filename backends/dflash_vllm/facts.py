@@ -48,7 +48,12 @@ REFUSALS = (
         "data-parallel ranks of vLLM cannot agree on a width, and it drops the schedule with a warning",
         "set it to false, and run several servers behind a router",
     ),
-    Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
+    Refusal(
+        "pair.transfer",
+        "the halves of a pair on vLLM exchange K/V by NIXL, not by {value}",
+        "set it to nixl, or use --backend sglang",
+        ("mooncake", "mooncake_tcp"),
+    ),
     Refusal(
         "drafter.quantization",
         "quantised drafters are not covered by this backend",

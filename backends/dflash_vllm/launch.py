@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from .settings import VLLMSettings, every_width
 
 SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+"""Half of a pair -> vLLM's `kv_role`; `kv_both` is deprecated there (nixl/connector.py)."""
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # vLLM's own: the address at which a half is asked for its K/V
 KEYS_MIDDLEWARE = "dflash_vllm.plugin.keys.EveryRoute"  # vLLM's own check of keys covers a part of its routes
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
@@ -68,6 +72,8 @@ class VLLMLaunch(VLLMSettings):
 
     def _notes(self) -> Iterator[str]:
         """Limits that no key of the deployment mentions."""
+        if self.is_half:
+            yield from self._half_notes()
         if self.drafter is None:
             return
         if self.verifies_whole_blocks:
@@ -86,6 +92,13 @@ class VLLMLaunch(VLLMSettings):
         if 1 in self.widths and not self.on_cpu and (release is None or release < REAL_OFF):
             yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"
 
+    def _half_notes(self) -> Iterator[str]:
+        yield "no pair of vLLM was run with a drafter: compare its acceptance with that of a whole server"
+        if NIXL_HOST not in os.environ:
+            yield f"set {NIXL_HOST} to an address of this machine that the other half reaches: vLLM's own is localhost"
+        if self.drafter is not None:
+            yield "start both halves with the same --folder: they refuse each other if their drafters' paths differ"
+
     def _arguments(self, folder: Path) -> list[str]:
         """The command line without host and port, the target first; the user's own arguments come last."""
         parts = (
@@ -102,6 +115,9 @@ class VLLMLaunch(VLLMSettings):
     def _models(self) -> Iterator[Flag]:
         if self.deployment.target.revision is not None:
             yield "--revision", self.deployment.target.revision
+        if self.is_half:
+            transfer = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[self.deployment.role]}
+            yield "--kv-transfer-config", json.dumps(transfer)
         # Otherwise generation_config.json sets sampling parameters that no request asked for.
         yield "--generation-config", "vllm"
 
@@ -210,7 +226,7 @@ class VLLMLaunch(VLLMSettings):
             yield Choice("limits.max_num_tokens", f"{self.rows}", why)
         if speculation.block_size is None:
             yield Choice("speculation.block_size", f"{self.block_size}", "the drafter's own")
-        whole = self.verifies_whole_blocks and self.untrimmed is not None
+        whole = (self.verifies_whole_blocks or self.is_half) and self.untrimmed is not None
         width = self.block_size if whole else speculation.width
         yield Choice("speculation.width", str(width), self._width())
 
@@ -227,6 +243,8 @@ class VLLMLaunch(VLLMSettings):
             return (
                 f"our scheduler inside vLLM chooses {', '.join(map(str, self.widths))} at every step: {self.untrimmed}"
             )
+        if self.is_half:
+            return "whole blocks: one half of a disaggregated pair"
         if self.verifies_whole_blocks and self.drafter is not None:
             kept = f"vLLM's own {self.drafter.family}: whole blocks, the width never changes: {self.untrimmed}"
             return trims if self.untrimmed is None else kept

@@ -43,6 +43,8 @@ NOT_TRIMMED = {
 UNIFORM_ATTENTION = ("Llama4", "MiniMaxM3")
 """Beginnings of the architectures whose attention has no CUDA graphs for queries of any lengths: Llama 4's chunks
 (layers/attention/chunked_local_attention.py) and MiniMax-M3's chosen blocks (models/minimax_m3/common)."""
+ALIKE = ("block-size", "attention-backend", "attention-config", "disable-hybrid-kv-cache-manager")
+"""Arguments that NIXL's handshake compares, or on which the layout of the K/V depends (kv_connector/v1/nixl)."""
 GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
@@ -53,6 +55,7 @@ class VLLMSettings(EngineLaunch):
     title = FACTS.title
     loggers = ("vllm", "uvicorn", "uvicorn.access", "uvicorn.error")
     logging_variable = "VLLM_LOGGING_CONFIG_PATH"
+    alike = ALIKE
 
     @property
     def max_batch_size(self) -> int:
@@ -74,6 +77,7 @@ class VLLMSettings(EngineLaunch):
         given, compute = sorted(NOT_TRIMMED & {*self.in_effect}), self.compute or 0
         theirs = "vLLM's adaptive verification"
         reasons = (
+            (self.is_half, "one half of a disaggregated pair verifies whole blocks"),
             (self.deployment.speculation.width != "auto", "the width is given"),
             (self.v1_runner, f"vLLM's V1 model runner lacks {theirs}"),
             (self.target.recurrent, f"{theirs} does not cover recurrent layers (GDN, Mamba)"),
@@ -104,7 +108,7 @@ class VLLMSettings(EngineLaunch):
         """
         if self.block_size is None:
             return ()
-        if self.verifies_whole_blocks:
+        if self.verifies_whole_blocks or self.is_half:
             return (self.block_size,)
         width = self.deployment.speculation.width
         if width != "auto":

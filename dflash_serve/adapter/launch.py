@@ -12,7 +12,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Self
@@ -40,6 +40,7 @@ from dflash_serve.common.json_log import logging_config
 from dflash_serve.common.processes import PATIENCE_SECONDS, free_port, require_program, running
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GIB, GPUS, Gpu
+from dflash_serve.deployment.pair import HALVES, half_of
 from dflash_serve.errors import Problem, raise_problems
 
 DRAFT, SECRETS, LOGGING = "draft", "secrets.yaml", "logging.json"
@@ -103,6 +104,8 @@ class EngineLaunch(Launch):
     one_key: ClassVar[bool] = False  # The server takes one API key
     loggers: ClassVar[Sequence[str]] = ()  # Loggers of the engine that have handlers of their own
     logging_variable: ClassVar[str] = ""  # Environment variable that names the log configuration
+    alike: ClassVar[Sequence[str]] = ()
+    """Arguments of which both halves of a pair need one value; () = the engine's table refuses pairs."""
 
     target: TargetLayout
     drafter: DrafterConfig | None
@@ -110,20 +113,25 @@ class EngineLaunch(Launch):
     be understood (its checkpoint's problems say why)."""
     checkpoint: Checkpoint | None = None
     """The drafter's folder and tensor headers; None = no speculation, or read by `prepare`."""
+    described: Deployment | None = None
+    """The pair whose half this is; None = the deployment has no `pair`."""
 
     @classmethod
     def of(cls, deployment: Deployment) -> Self:
         """The launch of a deployment; reads config.json files and safetensors headers, once.
 
         Raises:
-            UserError: the target or drafter cannot be found or read at all.
+            UserError: the target or drafter cannot be found or read at all, or a half has impossible GPUs.
         """
+        described = None
+        if deployment.pair is not None and deployment.role != "whole":
+            described, deployment = deployment, half_of(deployment, deployment.role)
         checkpoint = None
         if uses_drafter(deployment) and deployment.drafter is not None:
             checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
         target = read_target_layout(target_configuration(deployment.target), deployment.target)
         drafter = None if checkpoint is None or checkpoint.config is None else in_layer_order(checkpoint.config)
-        return cls(deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint)
+        return cls(deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint, described=described)
 
     @abstractmethod
     def _problems(self) -> Iterable[Problem]:
@@ -212,8 +220,68 @@ class EngineLaunch(Launch):
         weights = self.target.weight_bytes // parallel.tensor
         return MemoryEstimate(self.gpu.memory, weights, drafter, token, windows, self.running_bytes)
 
+    @property
+    def is_half(self) -> bool:
+        """One half of a disaggregated pair."""
+        return self.deployment.role != "whole"
+
+    @property
+    def transfer(self) -> str | None:
+        """`pair.transfer`; None = the engine's own way of the K/V."""
+        return None if self.deployment.pair is None else self.deployment.pair.transfer
+
+    @cached_property
+    def other_half(self) -> Self | None:
+        """The launch of the pair's other half; None where the deployment does not describe it."""
+        if self.described is None:
+            return None
+        (role,) = (role for role in HALVES if role != self.deployment.role)
+        return replace(self, deployment=half_of(self.described, role), described=None)
+
+    def _pair_problems(self) -> Iterator[Problem]:
+        """Problems of the other half, and settings in which the halves may not differ."""
+        if self.deployment.pair is not None and not self.is_half and self.alike:
+            what = "a pair of servers, and this command starts one of its halves"
+            yield Problem(what, "pair", "add --role prefill or --role decode, or leave pair out")
+        other = self.other_half
+        if other is None:
+            return
+        theirs, role = other.deployment.role, self.deployment.role
+        for problem in other.problems:
+            if problem not in self._own_problems:
+                yield Problem(f"the {theirs} half: {problem.what}", problem.where, problem.do)
+        for name in self.alike:
+            ours, given = self.in_effect.get(name), other.in_effect.get(name)
+            if ours != given:
+                first, second = ("not given" if value is None else str(value) for value in (ours, given))
+                what = f"{first} on the {role} half, {second} on the {theirs} half"
+                where = f"pair.{role}.engine_args.{self.name}.{name}"
+                yield Problem(what, where, "give both halves the same: the K/V of one is read by the other")
+        yield from self._unequal_gpus(other)
+
+    def _unequal_gpus(self, other: EngineLaunch) -> Iterator[Problem]:
+        """Numbers of GPUs between which the drafter's K/V cannot be cut as the target's are."""
+        tensor, others = self.deployment.parallel.tensor, other.deployment.parallel.tensor
+        if self.drafter is None or tensor == others:
+            return
+        ours, theirs = self.target.kv_heads, self.drafter.num_key_value_heads
+        where, do = f"pair.{self.deployment.role}.gpus", "give both halves the same parallel.tensor"
+        if self.target.latent:
+            what = "every GPU has all of the target's latent K/V and a part of the drafter's"
+        elif ours != theirs:
+            what = f"the target has {ours} K/V heads and the drafter {theirs}"
+        elif max(tensor, others) > ours:
+            what = f"target and drafter have {ours} K/V heads"
+        else:
+            return
+        yield Problem(f"{tensor} GPUs on this half and {others} on the other one, but {what}", where, do)
+
     @cached_property
     def problems(self) -> list[Problem]:
+        return [*self._own_problems, *self._pair_problems()]
+
+    @cached_property
+    def _own_problems(self) -> list[Problem]:
         problems, flags = list(self._problems()), self.in_effect
         if self.drafter is not None:
             problems += layer_problems(self.drafter, self.title)
@@ -228,7 +296,14 @@ class EngineLaunch(Launch):
 
     @cached_property
     def notes(self) -> list[str]:
-        return [*self._notes(), *self._unpacked(), *self._pairing_notes()]
+        return [*self._notes(), *self._pair_notes(), *self._unpacked(), *self._pairing_notes()]
+
+    def _pair_notes(self) -> Iterator[str]:
+        if self.other_half is not None:
+            yield (
+                f"checked against the {self.other_half.deployment.role} half as this file describes it: start that "
+                f"half with the same file and the same release of {self.title}"
+            )
 
     def _pairing_notes(self) -> Iterator[str]:
         target, drafter = self.deployment.target, self.deployment.drafter

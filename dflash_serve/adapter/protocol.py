@@ -85,6 +85,11 @@ class Launch(ABC):
         return [*self.problems, *self.problems_here]
 
     @property
+    def host_bytes(self) -> int | None:
+        """Host memory for K/V on one node, beside what the server itself takes; None = none, or not known."""
+        return None
+
+    @property
     def follows_cost(self) -> bool:
         """`width: auto` follows the load; False = it is the same width in every step."""
         return True

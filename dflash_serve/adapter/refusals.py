@@ -33,7 +33,7 @@ def refusal_problems(deployment: Deployment, refusals: Sequence[Refusal]) -> lis
 
 def deployment_keys() -> list[str]:
     """Every key of a Deployment but `engine_args`, whose arguments an engine's own parser checks."""
-    return [key for key in _keys(Deployment.model_fields) if key != "engine_args"]
+    return [key for key in _keys(Deployment.model_fields) if key.rpartition(".")[2] != "engine_args"]
 
 
 def _keys(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -42,8 +42,11 @@ def _keys(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield from [prefix + name] if below is None else _keys(below, f"{prefix}{name}.")
 
 
-def _values(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:  # {"a": {"b": 1}} -> {"a.b": 1}
+def _values(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a": {"b": 1}, "a.b": 1}: an entry of the table may name a whole section."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
-        flat |= _values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat[prefix + key] = value
+        if isinstance(value, Mapping):
+            flat |= _values(value, f"{prefix}{key}.")
     return flat

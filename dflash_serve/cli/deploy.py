@@ -19,12 +19,14 @@ from dflash_serve.cli.options import name_drafter
 from dflash_serve.cli.serve import prepared, tell_choices
 from dflash_serve.common.files import write_whole
 from dflash_serve.deploying.chart import Form, Workload, render, workload_of
+from dflash_serve.deploying.dynamo import dynamo_problems, graph
+from dflash_serve.deployment.pair import both_halves
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, did_you_mean, raise_problems
 
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 """Names that Kubernetes and Helm take; a Helm release has at most 53 characters."""
-ELSEWHERE = ("compose", "dynamo", "kserve")  # Systems that have an example file instead of a form
+ELSEWHERE = ("compose", "kserve")  # Systems that have an example file instead of a form
 IN_CONTAINER = ("/models/", "/build/")  # Folders that the chart mounts into every container
 RenderForm = Annotated[str | None, typer.Option("--render", help=f"Form to render: {', '.join(get_args(Form))}.")]
 Name = Annotated[str, typer.Option(help="Name of the release.")]
@@ -70,16 +72,20 @@ def deploy(
     described = options.load_described(deployment, options.engine_arguments(context, backend_name), quiet=quiet)
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
-    launch = chosen.launch(workload.deployment)
-    raise_problems(launch.problems, hint=HINT)
-    if prepare is not None:
-        prepared(chosen.launch(described), prepare)
+    launches = [chosen.launch(half) for half in both_halves(workload.deployment)]
+    for launch in launches:
+        raise_problems(launch.problems, hint=HINT)
+    if prepare is not None:  # both halves of a pair read the same files
+        prepared(chosen.launch(both_halves(described)[0]), prepare)
         return
+    workload = replace(workload, decode_host_bytes=launches[-1].host_bytes)
     _require_deployable(workload)
-    if form == "manifests" and image is None:
+    if form == "dynamo":
+        raise_problems(dynamo_problems(workload, launches))
+    if form in ("manifests", "dynamo") and image is None:
         workload = replace(workload, image=PLACEHOLDER)
         typer.echo(f"dflash-serve: note: --image is not given: {PLACEHOLDER} stands in its place", err=True)
-    text = render(workload, cast(Form, form))
+    text = graph(workload, launches) if form == "dynamo" else render(workload, cast(Form, form))
     if as_json:
         text = json.dumps([document for document in yaml.safe_load_all(text) if document], indent=2) + "\n"
     if output is None:
@@ -87,7 +93,7 @@ def deploy(
     else:
         write_whole(output, text, do="name another --output")
     if not quiet:
-        tell_choices(launch)
+        tell_choices(launches[-1])
 
 
 def _require_deployable(workload: Workload) -> None:

@@ -184,6 +184,7 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
         "speculation": {name: given.get(name) for name in ("block_size", "width")},
         "hardware": {"dtype": given.get("dtype")},
         "limits": {name: given.get(name) for name in limits},
+        "role": given.get("role"),
     }
 
 

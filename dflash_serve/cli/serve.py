@@ -24,13 +24,14 @@ from dflash_serve.errors import Problem, UserError, listed, raise_problems
 if TYPE_CHECKING:
     from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile, ServerBackend
     from dflash_serve.deployment.description import Deployment
-    from dflash_serve.deployment.layers import GivenValue
+    from dflash_serve.deployment.layers import GivenValue, Layers
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 MaxQueued = Annotated[int | None, typer.Option(help="Requests that may wait; others get a 429 (SGLang: 503).")]
 OWN = ("drain_seconds", "acceptance_metrics")  # Options of the embedded engine's server
+Role = Annotated[str | None, typer.Option(help="Half of the deployment's pair that this server is: prefill or decode.")]
 DrainSeconds = Annotated[float | None, typer.Option(help="How long requests may go on after SIGTERM, in seconds.")]
 LogFormat = Annotated[str | None, typer.Option(help="Log lines: text, or json, one object each. [default: text]")]
 AcceptanceMetrics = Annotated[str | None, typer.Option(help="Acceptance in responses: none, summary or detailed.")]
@@ -70,6 +71,7 @@ def serve(
     log_format: LogFormat = None,
     drain_seconds: DrainSeconds = None,
     acceptance_metrics: AcceptanceMetrics = None,
+    role: Role = None,
     folder: Folder = None,
     dry_run: DryRun = False,
     show_files: ShowFiles = False,
@@ -81,13 +83,10 @@ def serve(
     Words after -- go to the engine's own server as they are:
     `serve deployment.yaml --backend sglang -- --mem-fraction-static 0.9`.
     """
-    from dflash_serve.deployment.layers import load_layers
-
     _name_pair(context.params)
     _refuse_ignored(context, embedded=backend_name == EMBEDDED, dry_run=dry_run)
     backend = server_backend(backend_name)
-    flags = {**options.deployment_flags(context.params), **options.engine_arguments(context, backend_name, *OWN)}
-    layers = load_layers(deployment, flags)
+    layers = _layers(context, deployment, backend_name)
     chosen = name_drafter(layers.deployment, backend, quiet=quiet)
     if not quiet and not dry_run:
         options.tell_variables(layers)
@@ -121,6 +120,17 @@ def _name_pair(given: dict[str, Any]) -> None:
     given |= {"target": options.BUNDLED, "drafter": options.BUNDLED}
     if not given["quiet"]:
         print(remark(BUNDLED_PAIR, given["log_format"] or "text"), file=sys.stderr)
+
+
+def _layers(context: typer.Context, file: Path | None, backend_name: str) -> Layers:
+    """The deployment; the words after `--` are arguments of the half that starts, where it is a pair."""
+    from dflash_serve.deployment.layers import load_layers
+
+    flags, words = options.deployment_flags(context.params), options.engine_arguments(context, backend_name, *OWN)
+    found = load_layers(file, {**flags, **words})
+    if words and found.deployment.pair is not None and found.deployment.role != "whole":
+        return load_layers(file, {**flags, "pair": {found.deployment.role: words}})
+    return found
 
 
 def _refuse_ignored(context: typer.Context, *, embedded: bool, dry_run: bool) -> None:

@@ -27,13 +27,14 @@ from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import read_target_layout, target_configuration
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import UserError
 
 from .dashboard import dashboard
 from .values_schema import values_schema
 
 Document = Mapping[str, Any]
-Form = Literal["helm", "manifests"]
+Form = Literal["helm", "manifests", "dynamo"]
 
 CHART = "deploy/helm/dflash-serve"
 KNOWN = ("torch", "sglang", "tensorrt-llm", "vllm")
@@ -56,6 +57,8 @@ class Workload:
     """REPOSITORY@sha256:DIGEST; None leaves the image out of the values."""
     replicas: int = 1
     """Servers of this deployment, each on GPUs of its own."""
+    decode_host_bytes: int | None = None
+    """Host memory of a decode server of a pair for retracted requests; None = none, or not known."""
 
 
 def workload_of(name: str, backend: str, deployment: Deployment, image: str | None = None) -> Workload:
@@ -111,6 +114,7 @@ def values(workload: Workload) -> Document:
         "deployment": deployment.model_dump(mode="json", exclude_defaults=True),
         "image": _image(workload.image),
         "replicas": workload.replicas,
+        "pair": {"decodeHostGi": math.ceil(workload.decode_host_bytes / GIB)} if workload.decode_host_bytes else {},
         "models": _room(gigabytes),
         "startup": {} if gigabytes is None else {"gigabytes": gigabytes},
         "podLabels": labels if deployment.role == "whole" else {**labels, "llm-d.ai/role": deployment.role},
@@ -136,6 +140,7 @@ def _engine(facts: EngineFacts) -> Document:
         "needsGpu": facts.needs_gpu,
         "serverFlags": list(facts.server_flags),
         "environment": dict(facts.environment),
+        "prefillAnnotations": dict(facts.prefill_annotations),
     }
 
 

@@ -218,6 +218,31 @@ class Hardware(Frozen):
     embedded engine takes bfloat16 if the target's weights are and it measures faster at start, else float32."""
 
 
+class ServerHalf(Frozen):
+    """One half of a pair: servers that only prefill, or only decode."""
+
+    replicas: Count = 1
+    """Servers of this half, each on GPUs of its own; `dflash-serve deploy` starts so many."""
+    gpus: Count | None = None
+    """GPUs of one server of this half; None = `hardware.count`. Another number changes `parallel.tensor` with it."""
+    nodes: Count | None = None
+    """Machines of one server of this half; None = `parallel.nodes`."""
+    engine_args: EngineArgsOfBackends = Field(default={})
+    """Arguments of this half alone, which replace those of the top level: `{sglang: {chunked-prefill-size: 8192}}`."""
+
+
+class ServerPair(Frozen):
+    """Prefill and decode on separate servers, both with the same target and drafter."""
+
+    transfer: Literal["mooncake", "mooncake_tcp", "nixl"] | None = None
+    """How K/V goes from half to half; None = `mooncake` (RDMA) on SGLang, `nixl` on vLLM, which has no other here.
+    `mooncake_tcp` and `nixl` need no RDMA."""
+    prefill: ServerHalf = ServerHalf()
+    """Servers that read prompts."""
+    decode: ServerHalf = ServerHalf()
+    """Servers that write answers."""
+
+
 def _refuse_secrets(where: str, given: Any) -> None:
     if isinstance(given, list):
         given = dict(enumerate(given))
@@ -246,11 +271,15 @@ class Deployment(Frozen):
     """Arguments of an engine's own server, by backend: `{sglang: {mem-fraction-static: 0.9}}`. They are checked against
     the engine's own parser and passed on unchanged; secrets are refused, and arguments that another key sets."""
     role: Literal["whole", "prefill", "decode"] = "whole"
-    """Prefill and decode are the halves of a disaggregated pair of servers."""
+    """Half of a disaggregated pair that this server is; `dflash-serve serve --role` names it."""
+    pair: ServerPair | None = None
+    """None = one kind of server. Every half is checked against the other one before it starts."""
 
     @model_validator(mode="before")
     @classmethod
     def _has_no_secrets(cls, given: Any) -> Any:
         """Runs before all else, and raises no ValueError: pydantic's messages show values."""
-        _refuse_secrets("engine_args", given.get("engine_args") if isinstance(given, Mapping) else None)
+        if isinstance(given, Mapping):
+            _refuse_secrets("engine_args", given.get("engine_args"))
+            _refuse_secrets("pair", given.get("pair"))
         return given

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from dflash_serve.checkpoint.source import ALIAS, HUB_ID
 from dflash_serve.common.documents import read_yaml
@@ -212,13 +213,14 @@ def _spelt_as(below: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, A
     return {**layer, "engine_args": {name: spelt(others.get(name), given) for name, given in own.items()}}
 
 
-def _variables() -> Iterator[str]:
-    for name, field in Deployment.model_fields.items():
-        yield name.upper()
+def _variables(fields: Mapping[str, FieldInfo] = Deployment.model_fields, prefix: str = "") -> Iterator[str]:
+    for name, field in fields.items():
+        yield (prefix + name).upper()
         below = fields_below(field)
-        yield from (f"{name}{NESTED}{key}".upper() for key in below or ())
-        if below is None and "dict" in str(field.annotation):
-            yield f"{name}{NESTED}".upper()
+        if below is not None:
+            yield from _variables(below, f"{prefix}{name}{NESTED}")
+        elif "dict" in str(field.annotation):
+            yield f"{prefix}{name}{NESTED}".upper()
 
 
 def _has(layer: Any, place: list[str]) -> bool:

@@ -132,13 +132,15 @@ def reference_deployment(
     sections["limits"] = limits.model_copy(update=fitted)
     named = sorted(_server_only(deployment))
     notes = [f"the reference does without settings of the server alone: {', '.join(named)}"] if named else []
-    return deployment.model_copy(update={**sections, "role": "whole"}), notes
+    return deployment.model_copy(update={**sections, "role": "whole", "pair": None}), notes
 
 
 def _server_only(deployment: Deployment) -> Iterator[str]:
     """Names of the deployment's settings that the reference does without."""
     if deployment.role != "whole":
         yield "role"
+    if deployment.pair is not None:
+        yield "pair"
     for section, values in SERVER_ONLY.items():
         given = getattr(deployment, section)
         yield from (f"{section}.{name}" for name, value in values.items() if getattr(given, name) != value)

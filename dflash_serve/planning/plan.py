@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.pair import both_halves
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
@@ -168,9 +169,27 @@ class Plan:
         if self.question.pair.catalogued:  # the engine's checks would read a model that is not here
             return []
         try:
-            return server_backend(self.question.backend).launch(deployment).problems
+            backend = server_backend(self.question.backend)
+            found = [problem for half in both_halves(deployment) for problem in backend.launch(half).problems]
+            return list(dict.fromkeys(found))
         except UserError as error:
             return [error.problem()]
+
+    @cached_property
+    def halves(self) -> tuple[int, int] | None:
+        """Copies that would prefill and that would decode, in the ratio of `busy_ms`; None = only one copy."""
+        if self.copies == 1:
+            return None
+        prompt, answer = self.busy_ms
+        prefill = min(self.copies - 1, max(1, round(self.copies * prompt / (prompt + answer))))
+        return prefill, self.copies - prefill
+
+    @cached_property
+    def busy_ms(self) -> tuple[float, float]:
+        """Milliseconds of one copy that a request's prompt takes, and its answer as one of the chosen batch."""
+        chosen, predictor = self.chosen, self.predictors[self.chosen.split]
+        steps = self.question.load.osl / chosen.acceptance_length
+        return predictor.prefill(1).total, predictor.step(chosen.batch, chosen.width).total * steps / chosen.batch
 
     def fronts(self) -> Curves:
         """The Pareto front of each variant, by rising interactivity: points that no other beats in both figures."""
@@ -252,6 +271,13 @@ class Plan:
         asked, constants, chosen = self.question, self.question.constants, self.chosen
         yield from (f"{note}." for note in self.notes)
         yield from (f"{told}." for told in asked.pair.catalogued)
+        refused = any(one.key == "pair" for one in server_backend(asked.backend).facts.refusals)
+        if self.halves is not None and not refused:
+            (prefill, decode), (prompt, answer) = self.halves, self.busy_ms
+            yield (
+                f"As a pair, about {prefill} of the {self.copies} copies would prefill and {decode} decode: a prompt "
+                f"takes {prompt:.0f} ms of one, an answer {answer:.0f} ms. No GPU has checked this estimate."
+            )
         if asked.pair.catalogued:
             yield f"{asked.backend}'s own checks were not made: `dflash-serve serve --dry-run` makes them."
         if asked.pair.assumed:

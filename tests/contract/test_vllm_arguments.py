@@ -126,6 +126,35 @@ def test_vllms_own_configuration_takes_it(models: dict[str, Path], tmp_path: Pat
     assert spec.draft_model_config.architectures == ["DFlashDraftModel"]
 
 
+def test_vllms_halves_take_each_other(models: dict[str, Path], tmp_path: Path) -> None:
+    """vLLM's own hash, which NIXL's handshake compares; a drafter on one half, or at another path, changes it."""
+    metadata = import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    utils = import_module("vllm.config.kv_transfer")
+
+    def half(role: str, folder: str = "prepared", **more: Any) -> Any:
+        wanted = deployment(models, hardware={"gpu": "none"}, role=role, pair={}, **more)
+        launch = VLLMBackend().launch(wanted)
+        launch.prepare(tmp_path / folder)
+        return engine_args(launch.command(tmp_path / folder).argv).create_engine_config()
+
+    def compared(config: Any) -> str:
+        found: str = metadata.compute_nixl_compatibility_hash(config, "CPU_ATTN")
+        return found
+
+    prefill, decode = half("prefill"), half("decode")
+    for config, role, produces in ((prefill, "kv_producer", True), (decode, "kv_consumer", False)):
+        transfer = config.kv_transfer_config
+        assert isinstance(transfer, utils.KVTransferConfig)
+        assert (transfer.kv_connector, transfer.kv_role) == ("NixlConnector", role)
+        assert (transfer.is_kv_producer, transfer.is_kv_consumer) == (produces, not produces)
+        assert config.speculative_config.num_speculative_tokens_per_batch_size is None
+        assert config.speculative_config.num_speculative_tokens == 7
+        assert config.num_lookahead_tokens == 8
+    assert compared(prefill) == compared(decode)
+    assert compared(half("decode", "elsewhere")) != compared(prefill)
+    assert compared(half("decode", speculation={"width": "off"})) != compared(prefill)
+
+
 def graphs(argv: tuple[str, ...], trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """vLLM's managers of the target's and the drafter's graphs on an H100, with all that they would capture."""
     from vllm.config.compilation import CUDAGraphMode

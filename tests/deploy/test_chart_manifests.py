@@ -80,6 +80,7 @@ ARGUED = {
         ("CKV_K8S_11", kind): "a CPU limit stops an engine's threads, and its GPUs wait"
         for kind in ("Deployment", "Job", "worker")
     },
+    ("CKV_K8S_38", "Deployment"): "a pair's router watches the pods of its halves",
     **{
         (check, kind): f"one installation's values ask for {what}"
         for check, (what, kinds) in LOOSENED.items()

@@ -44,6 +44,7 @@ CHANGED: Mapping[str, object] = {
     "serving.otlp_traces_endpoint": "http://a:4317",
     "hardware.gpu": "none", "hardware.count": 2, "hardware.dtype": "bfloat16",
     "engine_args": {"torch": {"operators": "plain"}}, "role": "prefill",
+    "pair": {"decode": {"gpus": 2}},
 }  # fmt: skip
 LIMITS = {"max_batch_size": 2, "max_model_len": 64}
 COMMANDS: Mapping[str, tuple[str, ...]] = {

@@ -158,6 +158,22 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
     assert any("cannot run `width: auto`" in caution for caution in told["cautions"])
 
 
+def test_a_pair_would_have_the_more_prefill_servers_the_longer_the_prompts(tmp_path: Path) -> None:
+    """Of 8 copies, and never none of either kind; engines without pairs are told nothing."""
+    words, found = (*PAIR, *LENGTH, "--gpu", "b200", "--count", "8", "--tensor", "1"), []
+    for isl, osl in ((8000, 100), (1000, 1000), (100, 8000)):
+        told = answer(tmp_path, *words, "--isl", str(isl), "--osl", str(osl))["cautions"]
+        (line,) = (caution for caution in told if caution.startswith("As a pair, about "))
+        assert line.endswith("No GPU has checked this estimate.")
+        prefill, decode = (int(line.split(word)[0].split()[-1]) for word in (" of the 8 copies", " decode:"))
+        assert prefill + decode == 8
+        found.append(prefill)
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1] >= 1
+    told = answer(tmp_path, *words, "--backend", "tensorrt-llm")["cautions"]
+    assert not [caution for caution in told if caution.startswith("As a pair")]
+
+
 @pytest.mark.parametrize(("gpu", "count", "copies"), [("b200", 16, 8), ("gb200", 12, 4), ("b200", 12, 6)])
 def test_the_copies_of_one_sglang_server_stay_within_a_node(tmp_path: Path, gpu: str, count: int, copies: int) -> None:
     told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", gpu, "--count", str(count), "--tensor", "1")

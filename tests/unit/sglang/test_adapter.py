@@ -305,10 +305,7 @@ def test_a_prefill_half_runs_what_the_decode_half_runs(fields: dict[str, Any]) -
 
 @pytest.mark.parametrize("role", ["whole", "prefill", "decode"])
 def test_the_way_of_the_kv_is_told_where_it_is_left_to_sglang(fields: dict[str, Any], role: str) -> None:
-    key, way = (
-        "engine_args.sglang.disaggregation-transfer-backend",
-        given(**{"disaggregation-transfer-backend": "nixl"}),
-    )
+    key, way = "pair.transfer", given(**{"disaggregation-transfer-backend": "nixl"})
     for more, is_told in (({}, role != "whole"), (way, False)):
         choices = BACKEND.launch(deployed(fields, role=role, **more)).choices
         assert [(one.key, one.value) for one in choices if one.key == key] == [(key, "mooncake")] * is_told

@@ -17,8 +17,16 @@ from dflash_vllm import VLLMBackend
 from dflash_vllm.checks import PLUG_INS_VARIABLE, RUST_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.engine_arguments import _parser
-from tests.support.paper_models import write_paper_drafter, write_paper_target
-from tests.support.tiny import FULL, SLIDING, SLIDING_BOTH_WAYS, edit_json
+from tests.support.heads import HEADS
+from tests.support.paper_models import PAPER_DRAFTER, write_paper_drafter, write_paper_target
+from tests.support.tiny import (
+    FULL,
+    SLIDING,
+    SLIDING_BOTH_WAYS,
+    edit_json,
+    tiny_drafter_config,
+    write_tiny_drafter,
+)
 
 
 @pytest.fixture
@@ -67,12 +75,36 @@ def speculative(fields: dict[str, Any], **more: Any) -> Any:
         ({"kv_cache__dtype": "nvfp4"}, "NVFP4 keys and values are not covered"),
         ({"kv_cache__memory_fraction": 0.5}, "not of which GPU"),
         ({"limits__max_num_tokens": 64}, "256 blocks of 8 slots are 2048 rows a step, max_num_tokens is 64"),
-        ({"role": "decode"}, "role decode is not covered"),
+        ({"role": "decode", "speculation__width": 4}, "whole blocks of 8 slots on one half of a pair, not 4"),
+        ({"role": "decode", "engine_args__vllm": {"kv-transfer-config": "{}"}}, "sets itself; set role"),
         ({"engine_args__vllm": {"async-scheduling": False}}, "leave it out: `width: auto` needs our scheduler"),
     ],
 )
 def test_each_fault_is_found_and_says_what_to_do(change: dict[str, Any], message: str, fields: dict[str, Any]) -> None:
     assert message in whats(fields, **change)
+
+
+def test_halves_with_drafters_and_targets_that_break_vllm_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_drafter_config(**{**PAPER_DRAFTER, **HEADS["vanilla Markov, fill-in"]})
+    dspark = write_tiny_drafter(tmp_path / "dspark", config, dialect="modelopt")
+    assert "vllm#48221" in whats(fields, role="prefill", drafter={"model": str(dspark)})
+    assert "vllm#48221" not in whats(fields, drafter={"model": str(dspark)})
+    recurrent = write_paper_target(
+        tmp_path / "recurrent",
+        layer_types=["linear_attention", "full_attention"] * 4,
+    )
+    assert "vllm#57032" in whats(fields, role="decode", target={"model": str(recurrent)})
+
+
+def test_a_half_says_what_only_its_operator_can_do(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL's own address is localhost, and its handshake compares the paths of the drafters."""
+    variable = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+    monkeypatch.delenv(variable, raising=False)
+    told = " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
+    assert f"set {variable} to an address of this machine" in told
+    assert "start both halves with the same --folder" in told
+    monkeypatch.setenv(variable, "10.0.0.1")
+    assert variable not in " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
 
 
 SILENT: dict[str, tuple[dict[str, object], str]] = {

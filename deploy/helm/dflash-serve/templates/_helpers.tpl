@@ -31,17 +31,41 @@ labels:
 {{ .repository }}@{{ .digest }}
 {{- end -}}
 
+{{- /* "yes" for a pair: prefill and decode servers in one release. */ -}}
+{{- define "dflash-serve.isPair" -}}
+{{- ternary "yes" "" (kindIs "map" (get .Values.deployment "pair")) -}}
+{{- end -}}
+
+{{- /* Kinds of servers: one without a name, or the halves of the pair. Their objects are made from values with `half` in
+them. Read with fromJsonArray. */ -}}
+{{- define "dflash-serve.kinds" -}}
+{{- ternary (list "prefill" "decode") (list "") (eq (include "dflash-serve.isPair" .) "yes") | toJson -}}
+{{- end -}}
+
+{{- /* Label by which the pods of one half are selected, also by llm-d. */ -}}
+{{- define "dflash-serve.halfLabel" -}}
+{{- with .Values.half }}
+llm-d.ai/role: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "dflash-serve.suffix" -}}
+{{- with .Values.half }}-{{ . }}{{ end -}}
+{{- end -}}
+
 {{- /* Facts that follow from the deployment; read with fromYaml. */ -}}
 {{- define "dflash-serve.facts" -}}
 {{- $deployment := .Values.deployment -}}
+{{- $half := get (get $deployment "pair" | default dict) (.Values.half | default "") | default dict -}}
 {{- $gpu := dig "hardware" "gpu" "" $deployment | default "" -}}
-{{- $count := dig "hardware" "count" 1 $deployment | int -}}
-{{- $nodes := dig "parallel" "nodes" 1 $deployment | int -}}
+{{- $count := $half.gpus | default (dig "hardware" "count" 1 $deployment) | int -}}
+{{- $nodes := $half.nodes | default (dig "parallel" "nodes" 1 $deployment) | int -}}
 {{- /* YAML reads a bare `off` as false. */ -}}
 {{- $width := dig "speculation" "width" "auto" $deployment | toString | replace "false" "off" -}}
 {{- $cpu := or (eq $gpu "none") (and (eq $gpu "") (not (include "dflash-serve.engine" . | fromYaml).needsGpu)) -}}
 gpu: {{ $gpu | quote }}
 count: {{ $count }}
+replicas: {{ ternary ($half.replicas | default 1) .Values.replicas (not (empty .Values.half)) }}
 nodes: {{ $nodes }}
 gpusPerPod: {{ $cpu | ternary 0 (div $count (max 1 $nodes)) }}
 speculates: {{ if and (get $deployment "drafter") (not (has $width (list "off" "1"))) }}true{{ else }}false{{ end }}
@@ -54,7 +78,11 @@ width: {{ $width | quote }}
 
 {{- /* The largest number of replicas. */ -}}
 {{- define "dflash-serve.maxReplicas" -}}
+{{- if include "dflash-serve.isPair" . -}}
+{{- add (dig "prefill" "replicas" 1 .Values.deployment.pair) (dig "decode" "replicas" 1 .Values.deployment.pair) -}}
+{{- else -}}
 {{- ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") | int -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Probes and metric names of the engine: from the values, or from files/engines.yaml. Read with fromYaml. */ -}}

@@ -31,7 +31,7 @@ livenessProbe: # shallow: load never kills a server
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  {{- if and .Values.readiness.acceptance $facts.speculates (include "dflash-serve.isKnown" .) }}
+  {{- if and .Values.readiness.acceptance $facts.speculates (include "dflash-serve.isKnown" .) (not .Values.half) }}
   exec:
     command:
       - python3

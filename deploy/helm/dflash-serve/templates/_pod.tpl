@@ -8,6 +8,10 @@ metadata:
   labels: # without the chart's version: a new chart restarts no engine
     {{- include "dflash-serve.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
+    {{- include "dflash-serve.halfLabel" $root | nindent 4 }}
+    {{- if $values.half }}
+    llm-d.ai/variant: {{ printf "%s-%s" (include "dflash-serve.fullname" $root) $values.half | quote }}
+    {{- end }}
     {{- if not $job }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -17,6 +21,11 @@ metadata:
     dflash-serve/config: {{ include "dflash-serve.serverConfig" $root | sha256sum }} # a changed deployment is a new pod
     {{- with $values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- if eq ($values.half | default "") "prefill" }}
+    {{- with (include "dflash-serve.engine" $root | fromYaml).prefillAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- end }}
     {{- end }}
 spec:
@@ -125,6 +134,9 @@ volumeMounts:
 - --host=0.0.0.0
 - --port=8000
 - --folder=/prepared
+{{- with .Values.half }}
+- --role={{ . }}
+{{- end }}
 {{- if has "drain-seconds" (include "dflash-serve.engine" . | fromYaml).serverFlags }}
 - --drain-seconds={{ .Values.drain.seconds }}
 {{- end }}

@@ -11,7 +11,8 @@
 {{- end -}}
 
 {{- define "dflash-serve.memory" -}}
-{{- .Values.resources.memory | default (printf "%dGi" (mul 64 (max 1 (include "dflash-serve.facts" . | fromYaml).gpusPerPod))) -}}
+{{- $host := ternary .Values.pair.decodeHostGi 0 (eq (.Values.half | default "") "decode") | int -}}
+{{- .Values.resources.memory | default (printf "%dGi" (add $host (mul 64 (max 1 (include "dflash-serve.facts" . | fromYaml).gpusPerPod)))) -}}
 {{- end -}}
 
 {{- /* Bytes that a pod's emptyDirs may use: without a request for them, a full disk would evict the pod. */ -}}

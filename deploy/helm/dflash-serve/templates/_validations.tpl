@@ -2,7 +2,7 @@
 told at once, each in a line: where: problem; remedy. `dflash-serve deploy` checks the deployment itself. */ -}}
 {{- define "dflash-serve.validate" -}}
 {{- $found := list -}}
-{{- range $part := list "engine" "images" "models" "jobs" "nodes" "scaling" "doors" "environment" "tests" -}}
+{{- range $part := list "engine" "images" "models" "jobs" "nodes" "pair" "scaling" "doors" "environment" "tests" -}}
   {{- range include (printf "dflash-serve.problems.%s" $part) $ | trim | splitList "\n" -}}
     {{- with trim . }}{{ $found = append $found . }}{{ end -}}
   {{- end -}}
@@ -76,7 +76,7 @@ deployment.parallel.nodes: the chart starts {{ .Values.backend }} on one node, n
 deployment.parallel.nodes: {{ $facts.count }} devices do not spread evenly over {{ $facts.nodes }} nodes; change one{{ end }}
 {{- $role := dig "role" "whole" .Values.deployment }}
 {{- if ne $role "whole" }}
-deployment.role: {{ $role }} is one half of a pair that needs a router between, which the chart does not have{{ end }}
+deployment.role: {{ $role }} is one half of a pair; give both in deployment.pair, and leave role out{{ end }}
 {{- if .Values.placement.computeDomain }}
 {{- if or (gt (include "dflash-serve.maxReplicas" . | int) 1) (gt (int .Values.rollout.maxSurge) 0) (eq ($facts.nodes | int) 1) }}
 placement.computeDomain: a domain belongs to one replica of several nodes; set replicas to 1, autoscaling.kind to none and rollout.maxSurge to 0{{ end }}
@@ -88,6 +88,30 @@ placement.computeDomain: NVIDIA's DRA driver needs Kubernetes 1.32, this is {{ .
 placement.topology.key: it keeps the nodes of one replica together, and there is one; leave it out{{ end }}
 {{- if and .key (not .exclusive) (not (semverCompare ">=1.31.0-0" $.Capabilities.KubeVersion.Version)) }}
 placement.topology.key: needs Kubernetes 1.31, this is {{ $.Capabilities.KubeVersion.Version }}; set placement.topology.exclusive{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "dflash-serve.problems.pair" -}}
+{{- if include "dflash-serve.isPair" . }}
+{{- if ne .Values.backend "sglang" }}
+deployment.pair: the chart routes pairs of sglang, not of {{ .Values.backend }}; use dflash-serve deploy --render dynamo{{ end }}
+{{- range $half := list "prefill" "decode" }}
+{{- $facts := include "dflash-serve.facts" (dict "Values" (merge (dict "half" $half) $.Values) "Files" $.Files) | fromYaml }}
+{{- if mod ($facts.count | int) ($facts.nodes | int) }}
+deployment.pair.{{ $half }}: {{ $facts.count }} devices do not spread evenly over {{ $facts.nodes }} nodes; change one{{ end }}
+{{- end }}
+{{- if ne .Values.autoscaling.kind "none" }}
+autoscaling.kind: the halves of a pair have fixed numbers of replicas; set it to none{{ end }}
+{{- if ne (int .Values.replicas) 1 }}
+replicas: each half of a pair has its own; set deployment.pair.prefill.replicas and deployment.pair.decode.replicas{{ end }}
+{{- if .Values.placement.computeDomain }}
+placement.computeDomain: the halves of a pair are several replicas, and a domain belongs to one; leave it out{{ end }}
+{{- if .Values.certify.enabled }}
+certify.enabled: it compares one server with and without its drafter; certify the deployment without its pair{{ end }}
+{{- if .Values.inferencePool.enabled }}
+inferencePool.enabled: SGLang's router chooses the servers of a pair; leave it out{{ end }}
+{{- if .Values.secrets.apiKeys.name }}
+secrets.apiKeys.name: SGLang's router takes a key on its command line only, which others can read; check keys in a gateway{{ end }}
 {{- end }}
 {{- end -}}
 
