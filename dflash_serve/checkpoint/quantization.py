@@ -350,7 +350,7 @@ def _compressed_tensors(entry: Mapping[str, object]) -> Quantization | str:
     if entry.get("transform_config"):
         return "compressed-tensors' transforms, which rotate weights"
     for name, group in given.items() if isinstance(given, dict) else ():
-        scheme = _scheme(group, entry.get("format")) if isinstance(group, dict) else "no arguments"
+        scheme = _storage(group, entry.get("format")) if isinstance(group, dict) else "no arguments"
         if isinstance(scheme, str):
             return f"compressed-tensors, config_groups.{name}: {scheme}"
         targets = group.get("targets")
@@ -364,7 +364,7 @@ def _compressed_tensors(entry: Mapping[str, object]) -> Quantization | str:
     return Quantization(formats[0], _excluded(entry, "ignore"), kv_cache, tuple(groups))
 
 
-def _scheme(group: Mapping[str, object], packing: object) -> Scheme | str:
+def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
     # A config_group, or the words for what of it is not read.
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):

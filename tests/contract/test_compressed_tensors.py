@@ -37,7 +37,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def compressed(weight: Tensor, scheme: Any, format: str) -> tuple[dict[str, Tensor], Tensor]:
-    """A weight as compressed-tensors stores it, and as it decompresses that; its scales are those of its own observer."""
+    """A weight as compressed-tensors stores it, by scales of its own, and as it decompresses that."""
     arguments = scheme.weights
     state: dict[str, Tensor] = {"weight": weight}
     if arguments.group_size is not None:
