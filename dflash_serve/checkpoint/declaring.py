@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.storage import GROUPS, Scheme
-from dflash_serve.checkpoint.tensors import FUSED, is_product
+from dflash_serve.checkpoint.tensors import FUSED
 
 ALGORITHMS = {
     ("fp8", "tensor"): "FP8",
@@ -52,9 +52,11 @@ def declarations(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> dict
 
 
 def dense_modules(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> list[str]:
-    """Our names of the linear modules that are not quantised."""
-    linear = [name.removesuffix(".weight") for name in expected_tensors(config) if is_product(name)]
-    return [module for module in linear if module not in quantised]
+    """Our names of the modules with a matrix that are not quantised: products, `fc`, and linear parts of heads."""
+    matrices = (
+        name for name, shape in expected_tensors(config).items() if len(shape) == 2 and name.endswith(".weight")
+    )
+    return [module for name in matrices if (module := name.removesuffix(".weight")) not in quantised]
 
 
 def _modelopt(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
