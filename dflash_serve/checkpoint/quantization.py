@@ -392,7 +392,7 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
         format,
         "compressed-tensors",
         "tensor" if format in GROUPS else STRATEGIES.get(strategy, "tensor"),
-        group=size if strategy == "group" and isinstance(size, int) else 0,
+        group=size if strategy == "group" and isinstance(size, int) and format not in GROUPS else 0,
         block=block or FP8_BLOCK,
         symmetric=weights.get("symmetric") is not False,
         ordered=weights.get("actorder") == "group",
