@@ -9,7 +9,7 @@ from dflash_serve.checkpoint.config import Heads
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
-from .checks import unserved_heads
+from .checks import FORMATS, unserved_heads
 from .facts import FACTS
 from .launch import TensorRTLLMLaunch
 from .upstream import NEWEST, OLDEST, Release, installed_release
@@ -26,7 +26,8 @@ class TensorRTLLMBackend(ServerBackend):
     facts = FACTS
     releases = f"{OLDEST} to {NEWEST}"
     untried = ("DFlash2", "DSpark")
-    drafter_formats = ("fp8", "nvfp4")
+    drafter_formats = FORMATS
+    drafter_layouts = ("modelopt",)
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release

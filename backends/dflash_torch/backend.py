@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.storage import Format, Layout
 from dflash_serve.checkpoint.target_config import is_embedded
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
 class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised.
 
-    It runs every head of a drafter; a confidence head is read and not used.
+    It runs every head of a drafter; a confidence head is read and not used. Quantised drafters are dequantised.
     """
 
     name = "torch"
     facts = FACTS
     releases = "this release"
     untried = ()
+    drafter_formats = get_args(Format)
+    drafter_layouts = get_args(Layout)
 
     def launch(self, deployment: Deployment) -> EmbeddedLaunch:
         return EmbeddedLaunch(deployment=deployment)
@@ -75,7 +78,8 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         assert isinstance(engine, EmbeddedEngine)
         assert deployment.drafter is not None
         embedding, drafter = engine.scheduler.target.embedding, deployment.drafter
-        sound = load_drafter(drafter.model, revision=drafter.revision, dtype=embedding.dtype, device=embedding.device)
+        kind = embedding.dtype, embedding.device
+        sound = load_drafter(drafter.model, revision=drafter.revision, dtype=kind[0], device=kind[1], dequantise=True)
         return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
     def first_difference(self, engine: Engine, deployment: Deployment, prompt: Prompt) -> Difference | None:

@@ -41,7 +41,7 @@ MODULES = (
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
 
 HONOURED = {
-    *("target.model", "target.revision", "drafter.model", "drafter.revision"),
+    *("target.model", "target.revision", "drafter.model", "drafter.revision", "drafter.quantization"),
     *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
     *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
@@ -52,7 +52,6 @@ INSTEAD = {
     "role": "leave it out, or serve with --backend sglang",
     "pair": "leave it out, or serve with --backend sglang or vllm",
     "parallel.context": "leave it out, or serve with --backend tensorrt-llm",
-    "drafter.quantization": "leave it out, or serve with --backend tensorrt-llm",
 }
 """Advice on a key that is not honoured; for all others it is to leave it out, or to take another backend."""
 REFUSALS = tuple(

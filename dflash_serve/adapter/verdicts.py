@@ -19,6 +19,8 @@ class QuantizedDrafterBackend(Protocol):
     """A backend whose engine serves quantised drafters through dflash-serve; others serve plain weights alone."""
 
     drafter_formats: Collection[str]
+    drafter_layouts: Collection[str]
+    """Quantisers whose layouts it loads; drafters in another one are served after `convert`."""
 
 
 @runtime_checkable
@@ -30,8 +32,19 @@ class LimitedBackend(Protocol):
         ...
 
 
+def drafter_formats(backend: Backend) -> Collection[str]:
+    """Formats of quantised drafters that a backend serves."""
+    return backend.drafter_formats if isinstance(backend, QuantizedDrafterBackend) else ()
+
+
 def rule(
-    backend: Backend, *, heads: Heads | None, weights: str | None, unread: str | None, family: str | None
+    backend: Backend,
+    *,
+    heads: Heads | None,
+    weights: str | None,
+    unread: str | None,
+    family: str | None,
+    layout: str | None = None,
 ) -> EngineVerdict:
     """An engine's verdict on a drafter, by the checks that its backend makes.
 
@@ -40,13 +53,12 @@ def rule(
         weights: format of its weights; None = not known, and taken as plain.
         unread: a part of it that dflash-serve does not read.
         family: `model_type` of its target; None = not known.
+        layout: quantiser whose layout its weights have; None = not known, or plain weights.
     """
     if unread is not None:
         return EngineVerdict(verdict="refused", why=unread)
-    if weights is not None and weights not in PLAIN:
-        formats = backend.drafter_formats if isinstance(backend, QuantizedDrafterBackend) else ()
-        if weights not in formats:
-            return EngineVerdict(verdict="refused", why=f"its weights are {weights}: only plain ones are served here")
+    if weights is not None and weights not in PLAIN and weights not in drafter_formats(backend):
+        return EngineVerdict(verdict="refused", why=f"its weights are {weights}: only plain ones are served here")
     if isinstance(backend, LimitedBackend):
         if family is None:
             return EngineVerdict(verdict="not known", why="the family of its target is not known")
@@ -55,6 +67,13 @@ def rule(
     if heads is None:
         return EngineVerdict(verdict="not known", why="its config.json is not known")
     if not (problems := backend.head_problems(heads)):
+        if (
+            layout is not None
+            and isinstance(backend, QuantizedDrafterBackend)
+            and layout not in backend.drafter_layouts
+        ):
+            do = f"`{CONVERT} --layout {next(iter(backend.drafter_layouts))}` writes another"
+            return EngineVerdict(verdict="after convert", why=f"its weights are in {layout}'s layout; {do}")
         return EngineVerdict(verdict="served")
     first = problems[0]
     if CONVERT in first.do:
@@ -65,6 +84,13 @@ def rule(
 def verdict(backend: Backend, drafter: CataloguedDrafter) -> EngineVerdict:
     """The verdict of an installed backend: the row's, unless the installed release lacks what newer ones serve."""
     family = known.family if (known := catalogued_target(drafter.target)) else None
-    here = rule(backend, heads=drafter.heads, weights=drafter.weights, unread=drafter.unread, family=family)
+    here = rule(
+        backend,
+        heads=drafter.heads,
+        weights=drafter.weights,
+        unread=drafter.unread,
+        family=family,
+        layout=drafter.layout,
+    )
     row = drafter.engines.get(backend.name)
     return here if row is None or (row.verdict == "served" and here.verdict in ("refused", "after convert")) else row

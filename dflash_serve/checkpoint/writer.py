@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.declaring import declarations
 from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.checkpoint.reader import DIALECTS
+from dflash_serve.checkpoint.storage import OPTIONAL, Scheme
+from dflash_serve.checkpoint.tensors import stored_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 
@@ -25,16 +28,20 @@ def write_drafter(
     dialect: str = "zlab",
     target: str | None = None,
     overwrite: bool = False,
+    quantised: Mapping[str, Scheme] | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
 
     Args:
         folder: the destination: absent, an empty folder, or replaced with `overwrite`.
         config: the drafter.
-        tensors: by our names, in the dtypes to store.
+        tensors: by our names, in the dtypes to store; of quantised modules those that their storage has.
         dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), or another of `DIALECTS`.
         target: hub id or folder of the target, for dialects that name it.
         overwrite: replace an existing checkpoint.
+        quantised: our names of quantised modules -> their storage.
+        dry_run: check everything and write nothing.
 
     Raises:
         UserError: the destination is taken or cannot be written, or the dialect cannot express this drafter.
@@ -44,7 +51,8 @@ def write_drafter(
     if dialect not in DIALECTS:
         raise UserError(f"no dialect {dialect!r}", where="--to", do=f"there are: {', '.join(DIALECTS)}")
     fields = DIALECTS[dialect].write(config, target)
-    _check_tensors(config, tensors)
+    quantised = quantised or {}
+    _check_tensors(config, tensors, quantised)
     _check_destination(folder, overwrite)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     added = {}
@@ -52,10 +60,16 @@ def write_drafter(
         from dflash_serve.checkpoint.conversions import target_mask
 
         added["t2d"] = target_mask(tensors["d2t"], config.vocab_size)
-    text = json.dumps({**fields, "dtype": dtype, "torch_dtype": dtype}, indent=2, sort_keys=True)
+    if dry_run:
+        return
+    files = {"config.json": {**fields, "dtype": dtype, "torch_dtype": dtype}}
+    for name, declared in declarations(config, quantised).items():
+        files[name] = {**files.get(name, {}), **declared}
     try:
         with whole_folder(folder) as scratch:
-            (scratch / "config.json").write_text(text + "\n", encoding="utf-8")
+            for name, content in files.items():
+                text = json.dumps(content, indent=2, sort_keys=True)
+                (scratch / name).write_text(text + "\n", encoding="utf-8")
             _write_tensors(scratch / SINGLE, {**tensors, **added})
     except OSError as error:
         do = "give another destination"
@@ -82,11 +96,11 @@ def fc_in_layer_order(tensors: Mapping[str, Tensor], layer_ids: Sequence[int]) -
     return found
 
 
-def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> None:
-    expected = expected_tensors(config)
-    have = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if have != expected:
-        wrong = sorted(name for name in have.keys() | expected.keys() if have.get(name) != expected.get(name))
+def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], quantised: Mapping[str, Scheme]) -> None:
+    expected = stored_tensors(config, quantised)
+    optional = {name for name in expected if name.rpartition(".")[2] in OPTIONAL}
+    unlike = {name for name, tensor in tensors.items() if name in expected and not expected[name].takes(tensor.shape)}
+    if wrong := sorted(unlike | (tensors.keys() ^ expected.keys()) - optional):
         raise ValueError(f"these tensors are not those of the config: {', '.join(wrong)}")
 
 
