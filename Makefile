@@ -187,7 +187,7 @@ vllm-servers: .venv-vllm/ready
 	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py
 
 vllm-contract: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 

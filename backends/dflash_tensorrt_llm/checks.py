@@ -9,6 +9,7 @@ from dflash_serve.adapter.checks import (
     block_problems,
     check_pairing,
     device_problems,
+    drafter_quantization_problems,
     length_problems,
     unused_speculation,
 )
@@ -24,13 +25,14 @@ from .settings import PAGE, TensorRTLLMSettings, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
 Check = Callable[[TensorRTLLMSettings], Iterator[Problem]]
+FORMATS = ("fp8", "nvfp4")  # of a drafter's weights
 PAGES = (16, 32, 64)  # tokens a page for which trtllm-gen has kernels of other than causal attention
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
 def problems(settings: TensorRTLLMSettings) -> list[Problem]:
     """Problems of a launch: the drafter's own first, because the others may follow from them."""
-    found = list(settings.checkpoint.problems) if settings.checkpoint else []
+    found = [*settings.checkpoint.problems, *settings.checkpoint.unshared] if settings.checkpoint else []
     checks: list[Check] = [_refusals, _devices, serving_problems, argument_problems, _target_layout, _target_precision]
     checks += [_kv_dtype, _speculation]
     if settings.drafter is not None:
@@ -150,15 +152,29 @@ def _drafter_fits(settings: TensorRTLLMSettings) -> Iterator[Problem]:
         what = f"TensorRT-LLM's model for {family!r} makes no drafter, whatever speculative_config says"
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(settings.drafter, settings.target.shape)
-    wanted = settings.deployment.drafter.quantization if settings.deployment.drafter else "none"
+    yield from drafter_quantization_problems(settings.deployment, settings.quantization)
+    yield from _drafter_format(settings)
     have = settings.quantization.format if settings.quantization else "none"
-    if wanted not in ("none", have):
-        what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {wanted}"
-        yield Problem(what, "drafter.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
     if have == "nvfp4" and settings.gpu is not None and not settings.gpu.is_blackwell:
         what = f"an NVFP4 drafter needs Blackwell, {settings.gpu.name} is SM{settings.gpu.compute}"
         yield Problem(what, "drafter", "use the FP8 or bf16 drafter")
     yield from block_problems(settings.deployment, settings.drafter)
+
+
+def _drafter_format(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+    """A form of quantised weights that neither TensorRT-LLM's drafter nor ours reads."""
+    found = settings.quantization
+    if found is None or settings.checkpoint is None:
+        return
+    if found.format not in FORMATS or any(one.strategy != "tensor" for one in settings.checkpoint.quantised.values()):
+        what = f"the drafter's weights are {found.words}, TensorRT-LLM reads FP8 by tensor and NVFP4 alone"
+        do = "`dflash-serve convert --dequantise` writes it in bf16"
+    elif found.layout != "modelopt":
+        what = f"the drafter's weights are {found.words}, TensorRT-LLM reads ModelOpt's layout alone"
+        do = "`dflash-serve convert --layout modelopt` writes it"
+    else:
+        return
+    yield Problem(what, "drafter.model", do)
 
 
 def _implementation(settings: TensorRTLLMSettings) -> Iterator[Problem]:

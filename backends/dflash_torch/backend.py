@@ -75,7 +75,8 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         assert isinstance(engine, EmbeddedEngine)
         assert deployment.drafter is not None
         embedding, drafter = engine.scheduler.target.embedding, deployment.drafter
-        sound = load_drafter(drafter.model, revision=drafter.revision, dtype=embedding.dtype, device=embedding.device)
+        kind = embedding.dtype, embedding.device
+        sound = load_drafter(drafter.model, revision=drafter.revision, dtype=kind[0], device=kind[1], dequantise=True)
         return EmbeddedReference(engine, sound, prompts, params, width, steps)
 
     def first_difference(self, engine: Engine, deployment: Deployment, prompt: Prompt) -> Difference | None:

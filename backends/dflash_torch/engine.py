@@ -351,7 +351,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
         assert deployment.drafter is not None
         name, revision = deployment.drafter.model, deployment.drafter.revision
         with doing("loading the drafter"):
-            loaded = load_drafter(name, revision=revision, dtype=target.embedding.dtype, device=target.device)
+            loaded = load_drafter(name, revision=revision, dtype=kind[0], device=kind[1], dequantise=True)
             made = gpu_operators(loaded.config, *kind) if compiled else None
             drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
         drafter.operators.flashinfer = flashinfer

@@ -41,7 +41,7 @@ MODULES = (
 SERVER_FLAGS = ("served-model-name", "api-key-file", "drain-seconds", "acceptance-metrics")
 
 HONOURED = {
-    *("target.model", "target.revision", "drafter.model", "drafter.revision"),
+    *("target.model", "target.revision", "drafter.model", "drafter.revision", "drafter.quantization"),
     *("speculation.block_size", "speculation.width", "hardware.gpu", "hardware.dtype"),
     *("limits.max_batch_size", "limits.max_model_len", "limits.max_queued_requests"),
     *("serving.served_model_name", "serving.api_key_file", "serving.log_format"),
@@ -51,7 +51,6 @@ INSTEAD = {
     "speculation.draft_window": "leave it out, or serve with --backend sglang",
     "role": "leave it out, or serve with --backend sglang",
     "parallel.context": "leave it out, or serve with --backend tensorrt-llm",
-    "drafter.quantization": "leave it out, or serve with --backend tensorrt-llm",
 }
 """Advice on a key that is not honoured; for all others it is to leave it out, or to take another backend."""
 REFUSALS = tuple(

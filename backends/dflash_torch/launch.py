@@ -23,6 +23,7 @@ from dflash_serve.adapter.arguments import ArgumentTable, EngineArgs, EnginePars
 from dflash_serve.adapter.checks import (
     block_problems,
     check_pairing,
+    drafter_quantization_problems,
     key_problems,
     length_problems,
     measurement_problems,
@@ -33,7 +34,7 @@ from dflash_serve.adapter.protocol import Choice, Command, Launch, PreparedFile
 from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import BF16, DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.files import tokenizer_problems
-from dflash_serve.checkpoint.quantization import plain_only, plain_target_only
+from dflash_serve.checkpoint.quantization import plain_target_only
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.source import ALIAS, bundled_target_installed, target_described
 from dflash_serve.checkpoint.target import TargetLayout, target_configuration, target_layout
@@ -343,7 +344,7 @@ class EmbeddedLaunch(Launch):
         if checkpoint is None:
             return [*problems, *unused_speculation(deployment)]
         problems += checkpoint.problems
-        problems += plain_only(checkpoint.quantization, "the embedded backend", "drafter.model")
+        problems += drafter_quantization_problems(deployment, checkpoint.quantization)
         if checkpoint.config is None:
             return problems
         problems += [*check_pairing(checkpoint.config, shape), *block_problems(deployment, checkpoint.config)]
@@ -406,9 +407,15 @@ class EmbeddedLaunch(Launch):
         followed = sorted(name for name in os.environ if name.startswith(SETTINGS_PREFIX) and name not in own)
         return [
             *(f"on this machine, {problem}" for problem in self._memory_problems),
+            *self._dequantised(),
             *self._not_installed(),
             *(f"the server follows the environment variable {name} = {os.environ[name]}" for name in followed),
         ]
+
+    def _dequantised(self) -> Iterator[str]:
+        found = self.checkpoint.quantization if self.checkpoint else None
+        if found is not None and uses_drafter(self.deployment):
+            yield f"the drafter's weights are {found.words}: this engine dequantises them when it loads them"
 
     def _not_installed(self) -> Iterator[str]:
         if lacking := [name for name in MODULES if find_spec(name) is None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from dflash_serve.checkpoint.catalogue import catalogued_drafter
 from dflash_serve.checkpoint.config import MOST_PADDING, DrafterConfig
 from dflash_serve.checkpoint.files import checksum_problems, read_headers, tokenizer_problems
+from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import TargetLayout, TargetShape
@@ -99,9 +100,19 @@ def quantization_problems(deployment: Deployment, target: TargetLayout) -> Itera
     if asked != "none" and native not in (None, asked):
         do = "leave it out: a quantised checkpoint says its format itself"
         yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, do)
-    elif asked in ("nvfp4", "mxfp4") and native is None:
+    elif asked not in ("none", "fp8") and native is None:
         what = f"{asked} is asked for, but the checkpoint is not quantised"
         yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
+
+
+def drafter_quantization_problems(deployment: Deployment, found: Quantization | None) -> Iterator[Problem]:
+    """A number format of the drafter that its checkpoint has not: every engine takes the weights as they are stored."""
+    asked = deployment.drafter.quantization if deployment.drafter else "none"
+    have = found.format if found else "none"
+    if asked not in ("none", have):
+        what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {asked}"
+        do = f"set it to {have}; or build the drafter with `dflash-serve build`, and name the folder it wrote"
+        yield Problem(what, "drafter.quantization", do)
 
 
 def length_problems(deployment: Deployment, target: TargetShape) -> Iterator[Problem]:

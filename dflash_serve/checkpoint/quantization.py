@@ -1,8 +1,9 @@
 """Quantisation of checkpoints, as their files declare it and as their tensors show it. No torch.
 
 config.json declares it in `quantization_config`, ModelOpt also in `hf_quant_config.json` beside it. A target may use
-any method, which its engine reads (`QuantizationRecipe`). Of drafters only FP8 and NVFP4 are read (`Quantization`):
-ModelOpt 0.47 and `dflash-serve build` write both files, in different shapes. The embedded engine reads plain weights.
+any method, which its engine reads (`QuantizationRecipe`). Drafters are read in the formats of `storage.Format`, as
+ModelOpt, compressed-tensors and Hugging Face's `fp8` write them (`Quantization`). ModelOpt 0.47 and `build` write both
+files, in different shapes. The embedded engine reads plain targets, and dequantises drafters.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from dflash_serve.checkpoint.config import BUILD
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, load_object, read_object
-from dflash_serve.checkpoint.tensors import FLOATS, PACKED
+from dflash_serve.checkpoint.storage import FLOATS, FP8_BLOCK, GROUPS, KV_SCALES, Format, Layout, Scheme, Strategy
+from dflash_serve.checkpoint.tensors import PACKED
 from dflash_serve.errors import Problem, raise_problems
 
 if TYPE_CHECKING:
-    from dflash_serve.checkpoint.formats import Format
     from dflash_serve.deployment.description import Quantization as Requested
 
 BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
@@ -141,7 +143,6 @@ SCHEMES: tuple[tuple[str, frozenset[str]], ...] = (
     ("INT4", frozenset({"weight_packed I32"})),
 )
 """Quantisation schemes and their tensors (last part of the name, dtype); the first scheme that fits is reported."""
-KV_SCALES = ("k_scale", "v_scale")  # endings of scales of a quantised K/V cache, which belong to no weight
 PLAIN_TARGET = "use its unquantised checkpoint, or an engine that reads it (SGLang, vLLM, TensorRT-LLM)"
 
 
@@ -182,7 +183,24 @@ def _scheme(recipe: QuantizationRecipe, headers: Mapping[str, Header]) -> str:
     return shown or (native.upper() if native in ("nvfp4", "mxfp4") else native)
 
 
-ALGORITHMS: Mapping[object, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+ALGORITHMS: Mapping[object, tuple[Format, Strategy]] = {
+    "FP8": ("fp8", "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", "channel"),
+    "FP8_PB_WO": ("fp8-block", "block"),
+    "NVFP4": ("nvfp4", "tensor"),
+    "W4A16_NVFP4": ("nvfp4", "tensor"),
+}
+"""ModelOpt's algorithms that are read."""
+PACKINGS: Mapping[object, tuple[Format, ...]] = {
+    "pack-quantized": ("w4a16", "w8a16"),
+    "int-quantized": ("int8",),
+    "float-quantized": ("fp8", "fp8-block"),
+    "naive-quantized": ("int8", "fp8", "fp8-block"),
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+}
+"""Storage that compressed-tensors names -> formats that it may hold."""
+READ = "read are ModelOpt's FP8 and NVFP4, compressed-tensors' FP8, INT8, W4A16, W8A16, NVFP4 and MXFP4, and fp8"
 
 
 @dataclass(frozen=True)
@@ -192,6 +210,54 @@ class Quantization:
     format: Format
     excluded: tuple[str, ...]  # patterns of modules that stay in bf16
     kv_cache: str | None = None  # algorithm of the K/V cache; None = as the activations
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
+    """(patterns of modules or their class, storage) of each group; () = ModelOpt's, of all that is not excluded."""
+
+    @property
+    def layout(self) -> Layout:
+        """Quantiser whose names the files have."""
+        return self.groups[0][1].layout if self.groups else "modelopt"
+
+    @property
+    def words(self) -> str:
+        """Format and layout, for messages."""
+        return f"{self.format.upper()} ({LAYOUTS[self.layout]})"
+
+    def scheme(self, module: str) -> Scheme:
+        """Storage of a module that is quantised: of the group that names it, else of the one that names its class."""
+        for patterns, scheme in self.groups:
+            if any(_names(pattern, module) for pattern in patterns):
+                return scheme
+        linear = (scheme for patterns, scheme in self.groups if "Linear" in patterns)
+        return next(linear, self.groups[0][1] if self.groups else Scheme(self.format))
+
+    def declares(self, module: str) -> bool:
+        """The files say that a linear module is quantised."""
+        if any(_names(pattern, module) for pattern in self.excluded):
+            return False
+        targets = [pattern for patterns, _ in self.groups for pattern in patterns]
+        return not targets or "Linear" in targets or any(_names(pattern, module) for pattern in targets)
+
+
+LAYOUTS: Mapping[Layout, str] = {
+    "modelopt": "ModelOpt",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "quant_method fp8",
+}
+
+
+def _names(pattern: str, module: str) -> bool:
+    # compressed-tensors: whole names, or regular expressions after `re:`; ModelOpt: wildcards, or a name and all below.
+    for name in (module, f"model.{module}"):
+        if pattern.startswith("re:"):
+            try:
+                if re.match(pattern[3:], name):
+                    return True
+            except re.error:
+                return False
+        elif fnmatchcase(name, pattern) or name.startswith(f"{pattern}."):
+            return True
+    return False
 
 
 def read_quantization(folder: Path) -> Quantization | None:
@@ -242,15 +308,115 @@ def _entry(outer: Mapping[str, object] | None) -> Mapping[str, object] | None:
 
 
 def _quantization(entry: Mapping[str, object], name: str, folder: Path) -> Quantization | Problem:
+    method = entry.get("quant_method")
+    if entry.get("quant_algo") is None and method == "compressed-tensors":
+        found = _compressed_tensors(entry)
+    elif entry.get("quant_algo") is None and method == "fp8":
+        found = _fp8(entry)
+    else:
+        found = _modelopt(entry)
+    if isinstance(found, str):
+        return Problem(f"the drafter is quantised with {found} ({name}), which is not read; {READ}", str(folder), BUILD)
+    return found
+
+
+def _modelopt(entry: Mapping[str, object]) -> Quantization | str:
     algorithm = entry.get("quant_algo") or entry.get("quant_method")
-    format = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
-    if format is None:
-        what = f"the drafter is quantised with {algorithm!r} ({name}), which is not read"
-        return Problem(what, str(folder), BUILD)
-    listed = entry.get("exclude_modules", entry.get("ignore"))
-    excluded = tuple(str(module) for module in listed) if isinstance(listed, list) else ()
-    kv_cache = entry.get("kv_cache_quant_algo")
-    return Quantization(format, excluded, str(kv_cache) if kv_cache else None)
+    format, strategy = ALGORITHMS.get(algorithm, (None, None)) if isinstance(algorithm, str) else (None, None)
+    if format is None or strategy is None:
+        return repr(algorithm)
+    kv_cache = entry.get("kv_cache_quant_algo") or ("FP8" if entry.get("kv_cache_scheme") else None)
+    groups = () if strategy == "tensor" else ((("Linear",), Scheme(format, "modelopt", strategy)),)
+    return Quantization(
+        format, _excluded(entry, "exclude_modules", "ignore"), str(kv_cache) if kv_cache else None, groups
+    )
+
+
+def _fp8(entry: Mapping[str, object]) -> Quantization | str:
+    block = entry.get("weight_block_size")
+    excluded = _excluded(entry, "modules_to_not_convert", "ignored_layers")
+    if block is None:
+        scheme = Scheme("fp8", "fp8", static_inputs=entry.get("activation_scheme") == "static")
+    elif sizes := _block(block):
+        scheme = Scheme("fp8-block", "fp8", "block", block=sizes)
+    else:
+        return f"'fp8' with weight_block_size {block!r}"
+    return Quantization(scheme.format, excluded, None, ((("Linear",), scheme),))
+
+
+def _compressed_tensors(entry: Mapping[str, object]) -> Quantization | str:
+    given = entry.get("config_groups")
+    groups: list[tuple[tuple[str, ...], Scheme]] = []
+    if entry.get("transform_config"):
+        return "compressed-tensors' transforms, which rotate weights"
+    for name, group in given.items() if isinstance(given, dict) else ():
+        scheme = _storage(group, entry.get("format")) if isinstance(group, dict) else "no arguments"
+        if isinstance(scheme, str):
+            return f"compressed-tensors, config_groups.{name}: {scheme}"
+        targets = group.get("targets")
+        groups.append((tuple(map(str, targets)) if isinstance(targets, list) else ("Linear",), scheme))
+    if not groups:
+        return "compressed-tensors without config_groups"
+    formats = list(dict.fromkeys(scheme.format for _, scheme in groups))
+    if len(formats) > 1:
+        return f"compressed-tensors in several formats ({', '.join(formats)})"
+    kv_cache = "FP8" if entry.get("kv_cache_scheme") else None
+    return Quantization(formats[0], _excluded(entry, "ignore"), kv_cache, tuple(groups))
+
+
+def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
+    # A config_group, or the words for what of it is not read.
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict):
+        return "no weights"
+    packing = group.get("format") or packing
+    kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
+    size = weights.get("group_size")
+    said = f"{kind}{bits} weights by {strategy} in {packing!r}"
+    format = _format(kind, bits, strategy, size, packing)
+    if format is None or packing not in PACKINGS or format not in PACKINGS[packing]:
+        return said
+    block = _block(weights.get("block_structure")) if strategy == "block" else None
+    if strategy == "block" and block is None:
+        return f"{said} of {weights.get('block_structure')!r}"
+    if strategy == "group" and not (isinstance(size, int) and size > 0):
+        return f"{said} of {size!r}"
+    if format in GROUPS or strategy not in ("channel", "group", "block"):
+        strategy = "tensor"
+    return Scheme(
+        format,
+        "compressed-tensors",
+        strategy,
+        group=size if strategy == "group" and isinstance(size, int) else 0,
+        block=block or FP8_BLOCK,
+        symmetric=weights.get("symmetric") is not False,
+        ordered=weights.get("actorder") == "group",
+        static_inputs=isinstance(inputs, dict) and inputs.get("dynamic") is False,
+    )
+
+
+def _format(kind: object, bits: object, strategy: object, size: object, packing: object) -> Format | None:
+    if kind == "float" and bits == 4:
+        return next((format for format, values in GROUPS.items() if values == size), None)  # type: ignore[return-value]
+    if kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"):
+        return "fp8-block" if strategy == "block" else "fp8"
+    if kind == "int" and bits in (4, 8) and strategy in ("tensor", "channel", "group"):
+        if packing == "pack-quantized":
+            return "w4a16" if bits == 4 else "w8a16"
+        return "int8" if bits == 8 else None
+    return None
+
+
+def _block(given: object) -> tuple[int, int] | None:
+    sizes = given.split("x") if isinstance(given, str) else given
+    if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdecimal() and int(size) > 0 for size in sizes):
+        return int(sizes[0]), int(sizes[1])
+    return None
+
+
+def _excluded(entry: Mapping[str, object], *keys: str) -> tuple[str, ...]:
+    listed = next((entry[key] for key in keys if isinstance(entry.get(key), list)), [])
+    return tuple(str(module) for module in listed) if isinstance(listed, list) else ()
 
 
 def plain_only(quantization: Quantization | None, reader: str, where: str) -> list[Problem]:
@@ -258,10 +424,12 @@ def plain_only(quantization: Quantization | None, reader: str, where: str) -> li
 
     Args:
         quantization: of the drafter.
-        reader: name of the reader in the message, such as `the embedded backend`.
+        reader: name of the reader in the message, such as `this command`.
         where: the field or folder that names the drafter.
     """
     if quantization is None:
         return []
     what = f"the drafter is quantised to {quantization.format.upper()}, {reader} reads bf16 drafters only"
-    return [Problem(what, where, "use the bf16 drafter it was made from, or a backend that reads quantised ones")]
+    return [
+        Problem(what, where, "`dflash-serve convert --dequantise` writes it in bf16; or use a backend that reads it")
+    ]

@@ -14,33 +14,37 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig
+from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.dialects import speculators, zlab
 from dflash_serve.checkpoint.dialects.keys import Dialect, pairs_neighbours
-from dflash_serve.checkpoint.files import IN_CONFIG, Header, read_headers, read_object
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.quantization import Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
-    SCALES,
+    ROTATED,
     SUPPORTED_HEADS,
     T2D,
     Piece,
     as_halves,
+    is_product,
     is_rotated,
     match_tensors,
     proper_name,
+    quantised_modules,
     scale_problems,
 )
 from dflash_serve.common.documents import CONFIG, read_json
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from dflash_serve.checkpoint.formats import Format, Weight
+    from dflash_serve.checkpoint.formats import Weight
+    from dflash_serve.checkpoint.storage import Format, Scheme
 
 DIALECTS: Mapping[str, Dialect] = {
     one.name: one for one in (speculators.DIALECT, zlab.MODELOPT, zlab.DEEPSPEC, zlab.SPECFORGE, zlab.DIALECT)
@@ -48,8 +52,14 @@ DIALECTS: Mapping[str, Dialect] = {
 """Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys, under any architecture."""
 LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
 """Parts of architecture names: DSpark heads on a backbone with latent attention."""
-MAY_BE_ZERO = ("kernel_projection.weight", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
-"""Endings of tensors that may be all zero: heads before their training."""
+MAY_BE_ZERO = (
+    "zero_point",
+    "kernel_projection.weight",
+    "markov_w1.weight",
+    "markov_w2.weight",
+    "confidence_head.proj.weight",
+)
+"""Endings of tensors that may be all zero: zero points, and heads before their training."""
 HINT = "`dflash-serve inspect` shows all"
 TRAIN_AGAIN = "download the drafter again, or train it again"
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
@@ -68,6 +78,25 @@ class Checkpoint:
     neighbours: bool = False  # RoPE pairs neighbours: rows of queries and keys are put in order when they are read
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)  # our tensor names, with scales -> their place in the files
+    quantised: dict[str, Scheme] = field(default_factory=dict)  # our names of quantised modules -> their storage
+
+    @property
+    def mislisted(self) -> list[str]:
+        """Linear modules of which the files say otherwise than their tensors: quantised, or left in bf16.
+
+        The tensors are right. Engines go by the lists, in their own names of modules; `convert` writes such lists.
+        """
+        if self.quantization is None or self.config is None:
+            return []
+        linear = [name.removesuffix(".weight") for name in expected_tensors(self.config) if is_product(name)]
+        return [module for module in linear if (module in self.quantised) != self.quantization.declares(module)]
+
+    @property
+    def unshared(self) -> list[Problem]:
+        """The problem of products that engines fuse and that have different scales; reads the scales from the files."""
+        if self.quantization is None:
+            return []
+        return scale_problems(self.headers, self.quantization.format, self.folder)
 
 
 def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
@@ -80,15 +109,31 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     checkpoint = _describe(drafter_folder(folder_or_id, revision), unreadable)
     checkpoint.problems += unreadable
     if checkpoint.config is not None and checkpoint.dialect is not None and not unreadable:
+        schemes = checkpoint.quantization.scheme if checkpoint.quantization else None
+        checkpoint.quantised = quantised_modules(checkpoint.headers, checkpoint.config, schemes)
         checkpoint.pieces = match_tensors(
             checkpoint.headers,
             checkpoint.config,
             checkpoint.problems,
             where=str(checkpoint.folder),
             copies=checkpoint.dialect.copies_of_target,
-            format=checkpoint.quantization.format if checkpoint.quantization else None,
+            schemes=schemes,
         )
+        checkpoint.problems += _storage_problems(checkpoint)
     return checkpoint
+
+
+def _storage_problems(checkpoint: Checkpoint) -> list[Problem]:
+    # A declared format in which nothing is stored; scales that cannot follow rows into another order.
+    found, declared = list[Problem](), checkpoint.quantization
+    if declared is not None and not checkpoint.quantised and not checkpoint.problems:
+        what = f"the files say that the drafter is quantised to {declared.words}, but no tensor is"
+        found.append(Problem(what, str(checkpoint.folder), f"remove {IN_CONFIG} and {QUANT_CONFIG}"))
+    turned = (scheme for name, scheme in checkpoint.quantised.items() if f".{name}".endswith(ROTATED))
+    if checkpoint.neighbours and any(one.strategy == "block" or not one.symmetric for one in turned):
+        what = "RoPE pairs neighbours, and the scales of its queries and keys cannot be put in the order of halves"
+        found.append(Problem(what, str(checkpoint.folder), PLAIN_DRAFTER))
+    return found
 
 
 def parse(
@@ -167,8 +212,6 @@ def _describe(folder: Path, unreadable: list[Problem]) -> Checkpoint:
         checkpoint.problems.append(Problem(what, str(pickled), do))
     checkpoint.quantization, unread = find_quantization(raw, folder)
     checkpoint.problems += unread
-    if checkpoint.quantization is not None:
-        checkpoint.problems += scale_problems(checkpoint.headers, checkpoint.quantization.format, folder)
     checkpoint.neighbours = pairs_neighbours(raw)
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     stored = {proper_name(name) for name in checkpoint.headers}
@@ -269,19 +312,39 @@ def finite_problem(name: str, tensor: Tensor, file: Path, do: str) -> Problem | 
     return unusable_problem(name, values.numel() - int(values.isfinite().sum()), values.numel(), file, do)
 
 
-def load_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every tensor of an unquantised drafter by our name, in the dtype it is stored in.
+def load_tensors(checkpoint: Checkpoint, dequantise: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Every tensor of a drafter by our name, in the dtype it is stored in.
+
+    Args:
+        checkpoint: of `open_checkpoint`.
+        dequantise: dtype to which quantised weights are decoded; None = they are refused.
 
     Raises:
         UserError: the checkpoint has problems, or is quantised.
     """
     raise_problems(checkpoint.problems, hint=HINT)
-    raise_problems(plain_only(checkpoint.quantization, "this command", str(checkpoint.folder)))
-    return _read_all(checkpoint)
+    if dequantise is None:
+        raise_problems(plain_only(checkpoint.quantization, "this command", str(checkpoint.folder)))
+    from torch import Tensor, float32
+
+    return {
+        name: weight if isinstance(weight, Tensor) else weight.dequantize(dequantise or float32)
+        for name, weight in weights_of(checkpoint).items()
+    }
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
+    """Every weight of a drafter by our name: a tensor, or a QuantizedTensor with its scales.
+
+    Raises:
+        UserError: the checkpoint has problems.
+    """
+    raise_problems(checkpoint.problems, hint=HINT)
+    return _with_scales(_read_all(checkpoint), checkpoint.quantised)
 
 
 def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:
-    """A drafter, and every weight by our name: a tensor, or a QuantizedTensor with its scales.
+    """A drafter, and the result of `weights_of` for it.
 
     Raises:
         UserError: the checkpoint has problems.
@@ -289,8 +352,7 @@ def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple
     checkpoint = open_checkpoint(folder_or_id, revision)
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
-    format = checkpoint.quantization.format if checkpoint.quantization else None
-    return checkpoint.config, _with_scales(_read_all(checkpoint), format)
+    return checkpoint.config, weights_of(checkpoint)
 
 
 def _read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -301,7 +363,7 @@ def _read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format | None) -> dict[str, Weight]:
-    """The result of `load_weights` from tensors that the caller has read, by their names in the checkpoint.
+    """The result of `load_weights` from tensors that the caller has read, by their names in a checkpoint of ModelOpt's.
 
     Raises:
         UserError: a tensor is missing, extra, doubled or misshapen.
@@ -312,9 +374,11 @@ def assemble(stored: Mapping[str, Tensor], config: DrafterConfig, format: Format
         for name, tensor in stored.items()
     }
     problems: list[Problem] = []
-    pieces = match_tensors(headers, config, problems, where=where, format=format)
+    schemes = Quantization(format, ()).scheme if format else None
+    pieces = match_tensors(headers, config, problems, where=where, schemes=schemes)
     raise_problems(problems)
-    return _with_scales({name: piece.of(stored[piece.stored_name]) for name, piece in pieces.items()}, format)
+    tensors = {name: piece.of(stored[piece.stored_name]) for name, piece in pieces.items()}
+    return _with_scales(tensors, quantised_modules(headers, config, schemes))
 
 
 def _dtype_name(tensor: Tensor) -> str:  # of safetensors
@@ -325,22 +389,17 @@ def _dtype_name(tensor: Tensor) -> str:  # of safetensors
     return names.get(tensor.dtype, str(tensor.dtype))
 
 
-def _with_scales(tensors: Mapping[str, Tensor], format: Format | None) -> dict[str, Weight]:
-    from dflash_serve.checkpoint.formats import QuantizedTensor
+def _with_scales(tensors: Mapping[str, Tensor], quantised: Mapping[str, Scheme]) -> dict[str, Weight]:
+    from dflash_serve.checkpoint.formats import quantized_tensor
 
+    modules: dict[str, dict[str, Tensor]] = {module: {} for module in quantised}
     weights: dict[str, Weight] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        scale, scale_2, input_scale = (tensors.get(f"{module}.{key}") for key in SCALES)
-        if leaf in SCALES:
-            continue
-        if leaf != "weight" or scale is None or format is None:
+        if module not in modules:
             weights[name] = tensor
             continue
-        scale = scale.reshape(()) if format == "fp8" else scale
-        weights[name] = QuantizedTensor(format, tensor, scale, _number(scale_2), _number(input_scale))
+        modules[module][leaf] = tensor
+        weights.setdefault(f"{module}.weight", tensor)  # keeps the order of names; replaced below
+    weights |= {f"{name}.weight": quantized_tensor(quantised[name], leaves) for name, leaves in modules.items()}
     return weights
-
-
-def _number(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.reshape(())

@@ -24,8 +24,9 @@ from dflash_serve.checkpoint.dialects.keys import QWEN3_HEAD_DIM, TRANSFORMER_KE
 from dflash_serve.checkpoint.files import TOKENIZER, Header, load_object, read_headers, same_data
 from dflash_serve.checkpoint.quantization import plain_target_only
 from dflash_serve.checkpoint.section import ConfigSection
+from dflash_serve.checkpoint.storage import FLOATS
 from dflash_serve.checkpoint.target_files import GENERATION_CONFIG, ModelKeys, TargetFiles, read_target
-from dflash_serve.checkpoint.tensors import FLOATS, RECOMPUTED
+from dflash_serve.checkpoint.tensors import RECOMPUTED
 from dflash_serve.errors import Problem, UserError, raise_problems
 
 ARCHITECTURES = {

@@ -6,21 +6,18 @@ tensor may be there. Published checkpoints' own names are known (`ALIASES`, `FUS
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import PLAIN_DRAFTER, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.files import MANIFEST, Header
+from dflash_serve.checkpoint.storage import FLOATS, KV_SCALES, LEAVES, OPTIONAL, TENSOR, Format, Leaf, Scheme
 from dflash_serve.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dflash_serve.checkpoint.formats import Format
-
 
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
@@ -41,8 +38,6 @@ ALIASES = {
 RECOMPUTED = "rotary_emb."  # part of the names of rotary buffers in old checkpoints, which are computed instead
 D2T, T2D = "d2t", "t2d"
 """Maps of a reduced draft vocabulary: int64 target id - draft id, and a bool mask of the draftable target ids."""
-FLOATS: Collection[str] = {"F64", "F32", "F16", "BF16"}  # safetensors dtypes of plain weights
-STORED_AS: Mapping[Format, str] = {"fp8": "F8_E4M3", "nvfp4": "U8"}  # format -> safetensors dtype of its weights
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")  # tensors that ModelOpt stores beside a quantised weight
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -51,7 +46,6 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """Fused products of engines, which some checkpoints store fused too -> their parts in the order of rows."""
 ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
 """Modules whose outputs RoPE turns."""
-BLOCK = 16  # values along the input that share an NVFP4 scale
 PACKED = (
     *("_packed", "_scale", "_scale_2", "_scale_inv", "_zero_point"),
     *("weight_shape", "qweight", "qzeros", "scales", "g_idx"),
@@ -67,6 +61,10 @@ HEADS_BY_TENSOR = {
 }
 """Head -> parts of tensor names that only it has (exports of z-lab, ModelOpt and DeepSpec)."""
 SUPPORTED_HEADS = ("DFlash2", "DSpark")
+
+
+Schemes = Callable[[str], Scheme]
+"""Storage of a quantised module by its name."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def match_tensors(
     *,
     where: str,
     copies: Collection[str] = (),
-    format: Format | None = None,
+    schemes: Schemes | None = None,
 ) -> dict[str, Piece]:
     """Finds every expected tensor with its scales; missing, extra, misshapen and doubled ones become `problems`.
 
@@ -98,63 +96,83 @@ def match_tensors(
         problems: added to.
         where: the folder, for messages about missing tensors.
         copies: names that repeat the target's own tensors in this dialect; they are skipped.
-        format: of the quantised weights; None = the checkpoint declares none.
+        schemes: storage of the quantised weights, by their modules; None = the checkpoint declares none.
     """
     shapes = expected_tensors(config)
     copies = {*copies, T2D} if D2T in shapes else copies
-    skipped = {name for name in headers if name.removeprefix("model.") in copies and proper_name(name) not in shapes}
+    skipped = {name for name in headers if _weight_of(name) in copies and _weight_of(proper_name(name)) not in shapes}
+    if schemes is not None:
+        skipped |= {name for name in headers if name.rpartition(".")[2] in KV_SCALES}
     ours = {name: header for name, header in headers.items() if name not in skipped and RECOMPUTED not in name}
     mask = headers.get(T2D) if T2D in skipped else None
     if mask is not None and (mask.shape, mask.dtype) != ((config.vocab_size,), "BOOL"):  # d2t holds the same map
         what = f"tensor {T2D} is {mask.dtype} {list(mask.shape)}, not BOOL [{config.vocab_size}]"
         problems.append(Problem(what, str(mask.file), ONE_DRAFTER))
     packed = next((name for name, h in ours.items() if _is_packed(name, h.dtype)), None)
-    if format is None and packed is not None:  # every other problem would follow from this one
+    if schemes is None and packed is not None:  # every other problem would follow from this one
         what = f"the weights are quantised (tensor {packed} is {ours[packed].dtype}), but no file names the format"
         problems.append(Problem(what, str(ours[packed].file), "use the bf16 drafter, or add its hf_quant_config.json"))
         return {}
-    stored = [name for name, header in ours.items() if format is not None and header.dtype == STORED_AS[format]]
-    weights = [part for name in stored if name.endswith(".weight") for part in parts_of(name)]
-    quantised = {name.removesuffix(".weight") for name in weights}
-    return _Match(config, problems, format, quantised).run(ours, where)
+    return _Match(config, problems, schemes, quantised_modules(ours, config, schemes)).run(ours, where)
+
+
+def quantised_modules(
+    headers: Mapping[str, Header], config: DrafterConfig, schemes: Schemes | None
+) -> dict[str, Scheme]:
+    """Our names of the modules whose numbers are stored in the declared format -> their storage."""
+    shapes, found = expected_tensors(config), dict[str, Scheme]()
+    for name, header in headers.items() if schemes is not None else ():
+        for part in parts_of(name):
+            module, _, leaf = part.rpartition(".")
+            scheme = schemes(module)
+            if (leaf, header.dtype) == (scheme.main, scheme.dtype) and len(shapes.get(f"{module}.weight", ())) == 2:
+                found[module] = scheme
+    return found
 
 
 class _Match:
     """Comparison of the expected tensors with the stored ones."""
 
     def __init__(
-        self, config: DrafterConfig, problems: list[Problem], format: Format | None, quantised: Collection[str]
+        self,
+        config: DrafterConfig,
+        problems: list[Problem],
+        schemes: Schemes | None,
+        quantised: Mapping[str, Scheme],
     ) -> None:
-        self.config, self.problems, self.format = config, problems, format
-        self.shapes = stored_tensors(config, format, quantised)
+        self.config, self.problems = config, problems
+        self.form = next(iter(quantised.values())).format if quantised else "bf16"
+        self.leaves = stored_tensors(config, quantised)
         self.pieces: dict[str, Piece] = {}
         self.unusable: set[str] = set()
 
     def run(self, headers: Mapping[str, Header], where: str) -> dict[str, Piece]:
         for name, header in headers.items():
             self._take(name, header)
-        for name, shape in self.shapes.items():
-            if name not in self.pieces and not name.endswith(".input_scale"):  # without it, weights alone are quantised
-                self.problems.append(Problem(f"tensor {name} {list(shape)} is missing", where, ONE_DRAFTER))
+        for name, leaf in self.leaves.items():
+            if name not in self.pieces and name.rpartition(".")[2] not in OPTIONAL:
+                self.problems.append(Problem(f"tensor {name} {list(leaf.shape)} is missing", where, ONE_DRAFTER))
         return {name: piece for name, piece in self.pieces.items() if name not in self.unusable}
 
     def _take(self, name: str, header: Header) -> None:
         parts = parts_of(name)
-        if any(part not in self.shapes for part in parts):
+        if any(part not in self.leaves for part in parts):
             self._note(header, *self._extra(name, header))
             return
-        shapes = [self.shapes[part] for part in parts]
-        wanted = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+        leaves = [self.leaves[part] for part in parts]
+        first = leaves[0]
+        cut = bool(first.shape) and first.by_rows
+        wanted = (sum(leaf.shape[0] for leaf in leaves), *first.shape[1:]) if cut else first.shape
         fault = self._fault(name, header, wanted, parts[0])
         if fault:
             self._note(header, *fault)
             self.unusable.update(parts)
         start = 0
-        for part, shape in zip(parts, shapes, strict=True):
+        for part, leaf in zip(parts, leaves, strict=True):
             if part in self.pieces:
                 twice = f"tensor {part} is there twice: {self.pieces[part].stored_name} and {name}"
                 self._note(header, twice, "keep one")
-            rows = slice(start, start + shape[0]) if shape and len(parts) > 1 else None
+            rows = slice(start, start + leaf.shape[0]) if cut and len(parts) > 1 else None
             self.pieces[part] = Piece(header.file, name, rows)
             start = rows.stop if rows else 0
 
@@ -162,20 +180,18 @@ class _Match:
         self.problems.append(Problem(what, str(header.file), do))
 
     def _fault(self, name: str, header: Header, wanted: tuple[int, ...], ours: str) -> tuple[str, str] | None:
-        # (what, do) for an expected tensor; a scale of one number may have any rank.
-        found = () if not wanted and prod(header.shape) == 1 else header.shape
+        # (what, do) for an expected tensor; scales may have further dimensions of 1.
+        is_scale = ours.rpartition(".")[2] in LEAVES
+        found = header.shape
+        if is_scale and _without_ones(found) == _without_ones(wanted):
+            found = wanted
         if found != wanted:
             return _misshapen(name, header.shape, wanted, self.config)
-        module, _, leaf = ours.rpartition(".")
-        good: Collection[str] = {"I64"} if ours == D2T else FLOATS
-        if self.format and leaf == "weight" and f"{module}.weight_scale" in self.shapes:
-            good = {STORED_AS[self.format]}
-        elif leaf == "weight_scale" and wanted:
-            good = {"F8_E4M3"}
+        good = self.leaves[ours].dtypes
         if header.dtype in good:
             return None
-        what = f"tensor {name} is {header.dtype}, not {' or '.join(sorted(good))} as {self.format or 'bf16'} drafters"
-        return f"{what} store it", ONE_DRAFTER
+        what = f"tensor {name} is {header.dtype}, not {' or '.join(sorted(good))} as {self.form} drafters store it"
+        return what, ONE_DRAFTER
 
     def _extra(self, name: str, header: Header) -> tuple[str, str]:
         known, shape = proper_name(name), list(header.shape)
@@ -192,13 +208,24 @@ class _Match:
             what = f"tensor {name} {shape}: a drafter with {whole} of its own is not supported yet"
             return what, f"{PLAIN_DRAFTER}, or remove the tensor if it is a copy of the target's"
         weights = [part.rpartition(".")[0] + ".weight" for part in parts_of(name)]
-        if name.endswith(SCALES) and all(weight in self.shapes for weight in weights):
+        if name.rpartition(".")[2] in LEAVES and all(weight in self.leaves for weight in weights):
             return f"tensor {name} {shape} belongs to no quantised weight", ONE_DRAFTER
         return f"tensor {name} {shape} is not part of a DFlash drafter of this config.json", ONE_DRAFTER
 
 
 def _is_packed(name: str, dtype: str) -> bool:
     return (name.endswith(PACKED) or dtype not in FLOATS) and not _is_map(name)
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _weight_of(name: str) -> str:
+    # Name of the weight that a scale belongs to, without the optional prefix; other names as they are.
+    name = name.removeprefix("model.")
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.weight" if leaf in LEAVES else name
 
 
 def _is_map(name: str) -> bool:
@@ -216,6 +243,9 @@ def _misshapen(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], confi
 def proper_name(name: str) -> str:
     """Our name of a checkpoint's tensor: without the optional prefix, and with aliases resolved."""
     name = name.removeprefix("model.")
+    module, _, leaf = name.rpartition(".")
+    if leaf in LEAVES:
+        return f"{ALIASES.get(f'{module}.weight', f'{module}.weight').removesuffix('.weight')}.{leaf}"
     return ALIASES.get(name, name)
 
 
@@ -228,9 +258,15 @@ def parts_of(name: str) -> list[str]:
     return [name]
 
 
+def is_product(name: str) -> bool:
+    """One of our tensors is the weight of a linear layer: a product of a decoder layer, `fc`, or a head of its own."""
+    return name.endswith("_proj.weight") or name in ("fc.weight", "lm_head.weight")
+
+
 def is_rotated(name: str, tensor: Tensor) -> bool:
     """RoPE turns the rows of one of our tensors, which has more than one value."""
-    return name.rpartition(".")[0].endswith(ROTATED) and tensor.numel() > 1
+    module, _, leaf = name.rpartition(".")
+    return module.endswith(ROTATED) and tensor.numel() > 1 and leaf not in ("weight_shape", "weight_g_idx")
 
 
 def as_halves(rows: Tensor, head_dim: int) -> Tensor:
@@ -248,9 +284,9 @@ def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) 
     the largest, which makes the other parts' weights too large. All three round FP8 parts again to the largest, which
     costs some accuracy. ModelOpt's exporter relies on this, so FP8 is refused only in folders of `dflash-serve build`.
     """
-    if format == "fp8" and not (folder / MANIFEST).is_file():
+    if format != "nvfp4" and not (format == "fp8" and (folder / MANIFEST).is_file()):
         return []
-    shared = ("weight_scale_2" if format == "nvfp4" else "weight_scale", "input_scale")
+    shared: Collection[str] = TENSOR if format == "nvfp4" else ("weight_scale", "input_scale")
     found: dict[tuple[str, str, str], set[bytes]] = {}
     for name, header in headers.items():
         module, _, tensor = proper_name(name).rpartition(".")
@@ -265,7 +301,7 @@ def scale_problems(headers: Mapping[str, Header], format: Format, folder: Path) 
     what = f"{', '.join(FUSED[fused])} of {parent} do not share their scales"
     what += f", nor do {len(apart) - 1} other groups" if len(apart) > 1 else ""
     what += "; engines multiply them as one product with one scale"
-    do = "build it again with `dflash-serve build` (0.1.0 wrote such scales), or use the bf16 drafter"
+    do = "`dflash-serve convert` gives them one and says what it rounds"
     return [Problem(what, str(folder), do)]
 
 
@@ -275,22 +311,19 @@ def _stored_bytes(header: Header) -> bytes:
         return file.read(header.bytes)
 
 
-def stored_tensors(
-    config: DrafterConfig, format: Format | None, quantised: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor as a checkpoint stores it, with the scales of quantised modules.
+def stored_tensors(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> dict[str, Leaf]:
+    """Every tensor as a checkpoint stores it, with those of its quantised modules.
 
-    FP8: weight [out, in], one scale. NVFP4: weight [out, in / 2], a scale for 16 values [out, in / 16], and one more.
-    Both may have an input_scale, of the activations. (ModelOpt 0.47.)
+    Args:
+        config: the drafter.
+        quantised: our names of modules -> their storage.
     """
-    shapes = expected_tensors(config)
-    for module in quantised:
-        if format is None or f"{module}.weight" not in shapes:
+    leaves: dict[str, Leaf] = {}
+    for name, shape in expected_tensors(config).items():
+        module = name.removesuffix(".weight")
+        if module == name or module not in quantised:
+            leaves[name] = Leaf(shape, {"I64"} if name == D2T else FLOATS)
             continue
-        rows, *columns = shapes[f"{module}.weight"]
-        scales: dict[str, tuple[int, ...]] = {"weight_scale": (), "input_scale": ()}
-        if format == "nvfp4" and columns:
-            shapes[f"{module}.weight"] = (rows, columns[0] // 2)
-            scales |= {"weight_scale": (rows, columns[0] // BLOCK), "weight_scale_2": ()}
-        shapes |= {f"{module}.{name}": shape for name, shape in scales.items()}
-    return shapes
+        rows, columns = shape
+        leaves |= {f"{module}.{leaf}": one for leaf, one in quantised[module].tensors(rows, columns).items()}
+    return leaves

@@ -35,6 +35,8 @@ FORMATS = {
     "BF16": NumberFormat("<u2", 2**15 - 1, 0xFF << 7),
     "F8_E4M3": NumberFormat("u1", 2**7 - 1, 0x7F),
     "I64": NumberFormat("<u8", 2**64 - 1),
+    "I32": NumberFormat("<u4", 2**32 - 1),
+    "I8": NumberFormat("u1", 2**8 - 1),
     "U8": NumberFormat("u1", 2**8 - 1),
     "BOOL": NumberFormat("u1", 2**8 - 1),
 }

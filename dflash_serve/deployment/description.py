@@ -35,7 +35,7 @@ BACKENDS = ("sglang", "tensorrt-llm", "torch", "vllm")
 """Backends of this project, which a deployment may name where they are not installed."""
 BACKEND_GROUP = "dflash_serve.backends"  # Entry points of the installed backends
 
-Quantization = Literal["none", "fp8", "nvfp4", "mxfp4"]
+Quantization = Literal["none", "fp8", "nvfp4", "mxfp4", "fp8-block", "int8", "w8a16", "w4a16"]
 
 
 def _width(width: object) -> object:
@@ -108,7 +108,8 @@ class Model(Frozen):
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"
     """Number format of the served weights; none = the checkpoint's. SGLang and vLLM convert a target's bf16 weights to
-    fp8 while loading; any other format, and a drafter's, must be the checkpoint's own (`dflash-serve build`)."""
+    fp8 while loading; any other format, and a drafter's, must be the checkpoint's own (`dflash-serve build`). int8 is
+    weights and activations, w8a16 and w4a16 integers of weights alone."""
 
 
 class Speculation(Frozen):

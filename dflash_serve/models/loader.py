@@ -22,9 +22,9 @@ from dflash_serve.checkpoint.files import (
 from dflash_serve.checkpoint.quantization import plain_target_only
 from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
+from dflash_serve.checkpoint.storage import FLOATS
 from dflash_serve.checkpoint.target_config import TargetConfig, read_target_headers, target_config
 from dflash_serve.checkpoint.target_files import read_target
-from dflash_serve.checkpoint.tensors import FLOATS
 from dflash_serve.errors import Problem, UserError, raise_problems
 from dflash_serve.models.drafter import Drafter, read_hot_tokens, takes_hot_tokens
 from dflash_serve.models.target import TargetModel
@@ -53,14 +53,22 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     revision: str | None = None,
+    dequantise: bool = False,
 ) -> Drafter:
     """Loads a drafter of any dialect, in eval mode and without gradients; `dtype` None keeps the stored dtypes.
+
+    Args:
+        folder_or_id: folder, hub id or alias.
+        dtype: of its weights.
+        device: on which they are.
+        revision: of a hub id.
+        dequantise: decode quantised weights to `dtype` (None = bfloat16); otherwise they are refused.
 
     Raises:
         UserError: the first of its problems, and how many more there are.
     """
     checkpoint = open_checkpoint(folder_or_id, revision)
-    tensors = load_tensors(checkpoint)
+    tensors = load_tensors(checkpoint, (dtype or torch.bfloat16) if dequantise else None)
     assert checkpoint.config is not None
     with torch.device("meta"):
         drafter = Drafter(checkpoint.config)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.formats import Format
+from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.tensors import stored_tensors
 from dflash_tensorrt_llm.plugin.drafter import Layout, PlugInDrafter
 from tests.support.fake_cuda import DEVICE, OnTheDevice
@@ -44,8 +45,8 @@ def stored(config: DrafterConfig, format: Format | None) -> dict[str, Tensor]:
         return weights.get(name, torch.bfloat16)
 
     with torch.device(DEVICE):
-        shapes = stored_tensors(config, format, quantised)
-        return {name: torch.empty(shape, dtype=dtype(name, shape)) for name, shape in shapes.items()}
+        leaves = stored_tensors(config, {module: Scheme(format) for module in quantised if format})
+        return {name: torch.empty(leaf.shape, dtype=dtype(name, leaf.shape)) for name, leaf in leaves.items()}
 
 
 def attention(*, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:

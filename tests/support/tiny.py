@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.formats import Format, quantize
+from dflash_serve.checkpoint.declaring import declarations
+from dflash_serve.checkpoint.formats import Format, quantize, stored_tensors
 from dflash_serve.checkpoint.reader import open_checkpoint, weight_problems
+from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.errors import Problem
@@ -89,6 +92,53 @@ def write_quantized_drafter(
     edit_json(folder / "config.json", {"quantization_config": {"quant_method": "modelopt", **facts, "ignore": ["fc"]}})
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": facts}))
     return folder
+
+
+def write_in_layout(
+    folder: Path,
+    scheme: Scheme,
+    config: DrafterConfig | None = None,
+    *,
+    dense: Collection[str] = (),
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Writes a drafter whose products are stored by a scheme, with the configuration of its quantiser.
+
+    Args:
+        folder: to write.
+        scheme: of every product that is not in `dense`.
+        config: the drafter; None = a tiny one whose sizes every format divides.
+        dense: endings of products that stay as they are; `fc` always does.
+        tensors: of the drafter, in floats; None = random ones.
+    """
+    config = config or even_config()
+    tensors = tensors or random_tensors(config)
+    state, quantised = dict[str, Tensor](), dict[str, Scheme]()
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if not _is_product(name) or module.endswith(tuple(dense)):
+            state[name] = tensor
+            continue
+        weight = quantize(tensor, scheme.format, group=scheme.group)
+        if scheme.static_inputs:
+            weight = replace(weight, input_scale=torch.tensor(0.01))
+        if scheme.strategy == "channel" and scheme.format == "fp8":
+            rows = [quantize(row[None], "fp8") for row in tensor]
+            values, scale = torch.cat([row.values for row in rows]), torch.stack([row.scale for row in rows])[:, None]
+            weight = replace(weight, values=values, scale=scale)
+        quantised[module] = scheme
+        state |= {f"{module}.{leaf}": part for leaf, part in stored_tensors(scheme, weight).items()}
+    write_tiny_drafter(folder, config)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    for file, fields in declarations(config, quantised).items():
+        known = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        (folder / file).write_text(json.dumps({**known, **fields}))
+    return folder
+
+
+def even_config() -> DrafterConfig:
+    """A tiny drafter whose sizes are multiples of 32, so that every format's groups fit."""
+    return tiny_drafter_config(hidden_size=64, intermediate_size=160, head_dim=32)
 
 
 def quantized_state(

@@ -56,7 +56,7 @@ def first_difference(engine: EmbeddedEngine, target: Path, drafter: Path, prompt
     Returns:
         None if nothing differs.
     """
-    sound = load_drafter(drafter, dtype=torch.float32)
+    sound = load_drafter(drafter, dtype=torch.float32, dequantise=True)
     flow, request = _engine_flow(engine, sound.config.target_layer_ids, prompt)
     assert engine.block_size is not None
     expected = _expected_flow(target, sound, request, flow, engine.block_size)

@@ -88,7 +88,7 @@ BAD_TENSORS: list[tuple[Format, dict[str, Tensor | None], str]] = [
     ("fp8", {f"{UP}.weight": torch.zeros(64, 32, dtype=torch.uint8)}, "weight is U8"),
     ("fp8", {f"{UP}.weight": torch.zeros(64, 2).to(torch.float8_e4m3fn)}, r"\[64, 2\], .* \[64, 32\]"),
     ("fp8", {"fc.weight_scale": torch.tensor(1.0)}, r"fc\.weight_scale \[\] belongs to no quantised weight"),
-    ("fp8", {"norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, r"norm\.weight_scale \[\] is missing"),
+    ("fp8", {"norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, r"norm\.weight is F8_E4M3, not BF16"),
     ("fp8", {f"{UP}.weight_scale": torch.tensor(float("nan"))}, "1 values that are NaN"),
     ("fp8", {f"{UP}.weight": torch.full((64, 32), float("nan")).to(torch.float8_e4m3fn)}, "2048 values"),
 ]
@@ -138,17 +138,15 @@ def test_a_fused_projection_is_cut_with_its_scales(format: Format, tmp_path: Pat
 def test_fused_products_with_scales_of_their_own_are_named(format: Format, tmp_path: Path) -> None:
     """As `build` 0.1.0 wrote them: TensorRT-LLM would not load them, SGLang and vLLM would read them wrongly."""
     folder = seal(write_quantized_drafter(tmp_path / "d", format, fused=False))
-    (problem,) = problems_of(folder)
+    (problem,) = open_checkpoint(folder).unshared
     assert "gate_proj, up_proj of layers.0.mlp do not share their scales, nor do 3 other groups" in str(problem)
-    assert (problem.where, "build it again with `dflash-serve build`" in problem.do) == (str(folder), True)
-    for read in (load_weights, read_config):
-        with pytest.raises(UserError, match="do not share their scales"):
-            read(folder)
+    assert (problem.where, "`dflash-serve convert` gives them one" in problem.do) == (str(folder), True)
+    assert problems_of(folder) == []
 
 
 def test_an_fp8_drafter_of_others_may_leave_the_rounding_to_the_engine(tmp_path: Path) -> None:
     """ModelOpt's exporter leaves FP8 parts their own scales, and every engine reads them."""
-    assert problems_of(write_quantized_drafter(tmp_path / "d", "fp8", fused=False)) == []
+    assert open_checkpoint(write_quantized_drafter(tmp_path / "d", "fp8", fused=False)).unshared == []
 
 
 @pytest.mark.parametrize("scale", ["input_scale", "weight_scale_2"])
@@ -157,9 +155,9 @@ def test_one_scale_that_differs_is_enough(scale: str, tmp_path: Path) -> None:
     state = load_file(folder / "model.safetensors")
     state[f"layers.1.mlp.up_proj.{scale}"] *= 1.5
     save_file(state, folder / "model.safetensors")
-    assert [problem.what.split(";")[0] for problem in problems_of(folder)] == [
+    assert [problem.what.split(";")[0] for problem in open_checkpoint(folder).unshared] == [
         "gate_proj, up_proj of layers.1.mlp do not share their scales"
     ]
     state[f"layers.1.mlp.gate_proj.{scale}"] *= 1.5
     save_file(state, folder / "model.safetensors")
-    assert problems_of(folder) == []
+    assert open_checkpoint(folder).unshared == []

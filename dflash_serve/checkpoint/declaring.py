@@ -1,0 +1,134 @@
+"""What config.json and hf_quant_config.json say of a drafter's quantised weights, as they are written. No torch.
+
+Modules that stay in bf16 are listed under every name that engines give them: with and without `model.`, and as parts of
+the products that engines fuse. A kind of module that is in bf16 in all layers is one pattern, because engines may
+number a drafter's layers behind the target's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG
+from dflash_serve.checkpoint.storage import GROUPS, Scheme
+from dflash_serve.checkpoint.tensors import FUSED, is_product
+
+ALGORITHMS = {
+    ("fp8", "tensor"): "FP8",
+    ("fp8", "channel"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("fp8-block", "block"): "FP8_PB_WO",
+}
+"""(format, strategy) -> ModelOpt's algorithm; NVFP4 has one strategy."""
+PACKINGS = {
+    **{"fp8": "float-quantized", "fp8-block": "float-quantized", "int8": "int-quantized"},
+    **{"w4a16": "pack-quantized", "w8a16": "pack-quantized"},
+    **{"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"},
+}
+"""Format -> compressed-tensors' storage."""
+LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+WHOLE = ("lm_head", "embed_tokens")  # modules of the target that engines put beside a drafter's own
+
+
+def declarations(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> dict[str, dict[str, object]]:
+    """File -> its keys that say how the weights are stored; {} for a drafter that is not quantised.
+
+    Args:
+        config: the drafter.
+        quantised: our names of its quantised modules -> their storage, of one format and one layout.
+    """
+    if not quantised:
+        return {}
+    first, dense = next(iter(quantised.values())), dense_modules(config, quantised)
+    if first.layout == "modelopt":
+        facts = _modelopt(first, list(_listed(dense, config.num_layers, "*.{}")))
+        inline = {"quant_method": "modelopt", **facts, "ignore": facts["exclude_modules"]}
+        return {"config.json": {IN_CONFIG: inline}, QUANT_CONFIG: {"quantization": facts}}
+    if first.layout == "fp8":
+        return {"config.json": {IN_CONFIG: _fp8(first, list(_listed(dense, config.num_layers, "")))}}
+    ignore = list(_listed(dense, config.num_layers, r"re:(.*\.)?{}$"))
+    return {"config.json": {IN_CONFIG: _compressed_tensors(quantised, ignore)}}
+
+
+def dense_modules(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> list[str]:
+    """Our names of the linear modules that are not quantised."""
+    linear = [name.removesuffix(".weight") for name in expected_tensors(config) if is_product(name)]
+    return [module for module in linear if module not in quantised]
+
+
+def _modelopt(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
+    algorithm = "NVFP4" if scheme.format == "nvfp4" else ALGORITHMS[scheme.format, scheme.strategy]
+    facts: dict[str, object] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(excluded)}
+    return {**facts, "group_size": GROUPS["nvfp4"]} if scheme.format == "nvfp4" else facts
+
+
+def _fp8(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
+    facts: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": list(excluded)}
+    facts["activation_scheme"] = "static" if scheme.static_inputs else "dynamic"
+    return {**facts, "weight_block_size": list(scheme.block)} if scheme.format == "fp8-block" else facts
+
+
+def _compressed_tensors(quantised: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, object]:
+    schemes = list(dict.fromkeys(quantised.values()))
+    groups: dict[str, object] = {}
+    for number, scheme in enumerate(schemes):
+        modules = [module for module, own in quantised.items() if own == scheme]
+        targets = ["Linear"] if len(schemes) == 1 else [name for one in modules for name in (one, f"model.{one}")]
+        groups[f"group_{number}"] = {"targets": targets, **_arguments(scheme), "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": PACKINGS[schemes[0].format],
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def _arguments(scheme: Scheme) -> dict[str, object]:
+    floats = scheme.format not in ("int8", "w4a16", "w8a16")
+    strategy: str = {"nvfp4": "tensor_group", "mxfp4": "group"}.get(scheme.format, scheme.strategy)
+    weights: dict[str, object] = {
+        "num_bits": scheme.bits,
+        "type": "float" if floats else "int",
+        "strategy": strategy,
+        "symmetric": scheme.symmetric,
+        "dynamic": False,
+        "group_size": GROUPS.get(scheme.format) or scheme.group or None,
+        "block_structure": list(scheme.block) if scheme.strategy == "block" else None,
+        "actorder": "group" if scheme.ordered else None,
+    }
+    return {"weights": weights, "input_activations": _inputs(scheme)}
+
+
+def _inputs(scheme: Scheme) -> dict[str, object] | None:
+    # Activations: 4 bits by groups beside NVFP4 with their scale, 8 bits beside FP8 and INT8, else as they are.
+    if scheme.format in ("w4a16", "w8a16", "mxfp4") or (scheme.format == "nvfp4" and not scheme.static_inputs):
+        return None
+    common: dict[str, object] = {"num_bits": scheme.bits, "type": "int" if scheme.format == "int8" else "float"}
+    common |= {"symmetric": True, "dynamic": True, "strategy": "token", "group_size": None}
+    if scheme.format == "nvfp4":
+        return {**common, "dynamic": "local", "strategy": "tensor_group", "group_size": GROUPS["nvfp4"]}
+    if scheme.format == "fp8-block":
+        return {**common, "strategy": "group", "group_size": scheme.block[1]}
+    return {**common, "dynamic": False, "strategy": "tensor"} if scheme.static_inputs else common
+
+
+def _listed(dense: Sequence[str], layers: int, pattern: str) -> Iterator[str]:
+    # Names of modules in bf16: by `pattern` where it is there and they are so in all layers, else one by one.
+    kinds: dict[str, list[str]] = {}
+    for module in dense:
+        found = LAYER.fullmatch(module)
+        kinds.setdefault(found[2] if found else module, []).append(module)
+    for fused, parts in FUSED.items():
+        for parent in ("self_attn", "mlp"):
+            group = [f"{parent}.{part}" for part in parts]
+            if all(len(kinds.get(one, ())) == layers for one in group):
+                kinds[f"{parent}.{fused}"] = [f"layers.{index}.{parent}.{fused}" for index in range(layers)]
+    for kind, modules in kinds.items():
+        if pattern and LAYER.fullmatch(modules[0]) and len(modules) == layers:
+            yield pattern.format(re.escape(kind) if pattern.startswith("re:") else kind)
+        else:
+            yield from (name for module in modules for name in (module, f"model.{module}"))
+    yield from (name for one in WHOLE if one not in kinds for name in (one, f"model.{one}"))
