@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dflash_serve.adapter.draft_layouts import EVERY_LAYOUT
 from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.checkpoint.target_config import is_embedded
 from dflash_serve.deployment.description import Deployment
@@ -34,11 +36,15 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     facts = FACTS
     releases = "this release"
     untried = ()
+    layouts = EVERY_LAYOUT
 
     def launch(self, deployment: Deployment) -> EmbeddedLaunch:
         return EmbeddedLaunch(deployment=deployment)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
+        return []
+
+    def storage_problems(self, checkpoint: Checkpoint) -> list[Problem]:
         return []
 
     def target_problems(self, family: str) -> list[Problem]:

@@ -50,12 +50,6 @@ REFUSALS = (
     ),
     Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
     Refusal(
-        "drafter.quantization",
-        "quantised drafters are not covered by this backend",
-        "set it to none; the drafter is small beside its target",
-        drafting=True,
-    ),
-    Refusal(
         "kv_cache.dtype",
         "NVFP4 keys and values are not covered by this backend",
         "use fp8 or bfloat16",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors, weight_bytes
@@ -21,16 +22,15 @@ from dflash_serve.errors import Problem
 Layouts = Mapping[tuple[Layout, Format], EngineVerdict]
 """(quantiser, format) -> an engine's verdict; what is not there is refused."""
 SERVED = EngineVerdict(verdict="served")
-DEQUANTISE = "dflash-serve convert --dequantise"
+EVERY_LAYOUT: Layouts = {(layout, format): SERVED for layout in get_args(Layout) for format in get_args(Format)}
+"""The table of an engine that dequantises what dflash-serve reads."""
+DEQUANTISE = "`dflash-serve convert --dequantise` writes it in bf16"
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")  # products whose input is split over devices; others' rows are
 FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
-def refused(why: str) -> EngineVerdict:
-    return EngineVerdict(verdict="refused", why=why)
-
-
 def after_convert(why: str) -> EngineVerdict:
+    """The verdict on a layout that `convert --dequantise` mends."""
     return EngineVerdict(verdict="after convert", why=f"{why}; {DEQUANTISE}")
 
 
@@ -50,15 +50,6 @@ def layout_verdict(layouts: Layouts, layout: Layout | None, format: str, title: 
         return EngineVerdict(verdict="not known", why=f"the quantiser of its {format} weights is not known")
     by = "" if layout is None else f" by {NAMES[layout]}"
     return after_convert(f"its weights are {format}{by}, in which {title} loads no drafter")
-
-
-def schemes(checkpoint: Checkpoint) -> dict[str, Scheme]:
-    """Our names of the quantised modules of a checkpoint -> their storage."""
-    quantization = checkpoint.quantization
-    if quantization is None:
-        return {}
-    modules = {name.rpartition(".")[0] for name in checkpoint.pieces if "weight_scale" in name.rpartition(".")[2]}
-    return {module: quantization.scheme(module) for module in sorted(modules)}
 
 
 def stored_bytes(checkpoint: Checkpoint | None, config: DrafterConfig) -> int:
@@ -83,10 +74,18 @@ def layout_problems(checkpoint: Checkpoint | None, layouts: Layouts, title: str,
     found = layout_verdict(layouts, quantization.layout, quantization.format, title)
     if found.why is not None:
         what, _, do = found.why.partition("; ")
-        yield Problem(what, where, do or f"use the bf16 drafter it was made from, or {DEQUANTISE}")
+        yield Problem(what, where, do or DEQUANTISE)
         return
+    yield from checkpoint.unshared
+    if len(set(checkpoint.quantised.values())) > 1:
+        yield Problem(f"its products are stored in several ways, and {title} has one rule for all", where, DEQUANTISE)
+        return
+    if "fc" in checkpoint.quantised and checkpoint.config is not None:
+        ids = checkpoint.config.target_layer_ids
+        if list(ids) != sorted(ids):
+            yield Problem(f"fc is quantised, and its target_layer_ids {list(ids)} are not in order", where, DEQUANTISE)
     for fused, parts in FUSED.items():
-        apart = _differing(checkpoint, schemes(checkpoint), parts)
+        apart = _differing(checkpoint, checkpoint.quantised, parts)
         if apart is not None:
             what = f"{', '.join(parts)} of {apart} are stored in different ways, and {title} multiplies them as {fused}"
             yield Problem(what, where, DEQUANTISE)
@@ -105,10 +104,10 @@ def _products(checkpoint: Checkpoint) -> list[str]:
 
 
 def layers_differ(checkpoint: Checkpoint | None, title: str, where: str) -> Iterator[Problem]:
-    """The problem of a product that is quantised in some layers only, for an engine that has one rule for all layers."""
+    """The problem of a product that is quantised in some layers only, where an engine has one rule for all layers."""
     if checkpoint is None or checkpoint.config is None:
         return
-    found, kinds = schemes(checkpoint), dict[str, set[Scheme | None]]()
+    found, kinds = checkpoint.quantised, dict[str, set[Scheme | None]]()
     if not found:
         return
     for name in _products(checkpoint):
@@ -143,7 +142,7 @@ def slice_problems(
     if checkpoint is None or checkpoint.config is None:
         return
     shapes = expected_tensors(checkpoint.config)
-    for module, scheme in schemes(checkpoint).items():
+    for module, scheme in checkpoint.quantised.items():
         product = module.rpartition(".")[2]
         if not module.startswith("layers."):
             continue
@@ -157,7 +156,7 @@ def slice_problems(
         fused = product in FUSED_OF
         for kind, size, units in (
             ("columns", columns, (group, grid.columns)),
-            ("rows", rows, (high if fused or devices > 1 and not by_columns else 1, grid.rows)),
+            ("rows", rows, (high if fused or (devices > 1 and not by_columns) else 1, grid.rows)),
         ):
             unit = next((unit for unit in units if unit > 1 and size % unit), None)
             if unit is not None:

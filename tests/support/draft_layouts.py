@@ -7,7 +7,7 @@ layout's `plain` weights are the numbers that its tensors stand for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from torch.nn.functional import linear
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.formats import GROUP, pack_fp4, quantize, unpack_fp4
+from dflash_serve.checkpoint.storage import Format
+from dflash_serve.checkpoint.storage import Layout as Dialect
 from dflash_serve.checkpoint.tensors import FUSED
 from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
 from tests.support.tiny_target import SPECIALS
@@ -162,14 +164,16 @@ def _fp8(**more: Any) -> dict[str, Any]:
 class Layout:
     """A format in a dialect."""
 
-    format: str
-    dialect: str
+    format: Format
+    dialect: Dialect
     recipe: Mapping[str, Any]  # `quantization_config` of config.json
     store: Callable[[Tensor], Stored]
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "int8": Layout("int8", "compressed-tensors", _compressed("int-quantized", INT8_ROW, {**BY_TOKEN, "type": "int"}), int8),
+    "int8": Layout(
+        "int8", "compressed-tensors", _compressed("int-quantized", INT8_ROW, {**BY_TOKEN, "type": "int"}), int8
+    ),
     "w4a16": Layout(
         "w4a16",
         "compressed-tensors",
@@ -218,6 +222,7 @@ LAYOUTS: Mapping[str, Layout] = {
         mxfp4,
     ),
     "modelopt fp8": Layout("fp8", "modelopt", _modelopt("FP8"), fp8_static),
+    "modelopt fp8 blocks": Layout("fp8-block", "modelopt", _modelopt("FP8_PB_WO"), fp8_blocks_packed),
     "modelopt nvfp4": Layout("nvfp4", "modelopt", _modelopt("NVFP4", GROUP), nvfp4),
     "hf fp8": Layout("fp8", "fp8", _fp8(), fp8_tensor),
     "hf fp8 blocks": Layout("fp8-block", "fp8", _fp8(weight_block_size=[BLOCK, BLOCK]), fp8_blocks),
@@ -225,14 +230,16 @@ LAYOUTS: Mapping[str, Layout] = {
 """Name -> layout; `fc` is never quantised, as in every published drafter."""
 
 
-def stored(tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(a drafter's tensors in a layout, its plain tensors): products of layers alone are quantised."""
+def stored(
+    tensors: Mapping[str, Tensor], layout: Layout, dense: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(a drafter's tensors in a layout, its plain tensors): products of layers are quantised, but `dense` ones."""
     kept, plain = dict[str, Tensor](), dict(tensors)
     shared = layout.store in (nvfp4, nvfp4_packed, nvfp4_both, fp8_static, fp8_tensor)
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         parent, _, product = module.rpartition(".")
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or product.endswith(tuple(dense)):
             kept[name] = tensor
             continue
         parts = next((parts for parts in FUSED.values() if shared and product in parts), (product,))
@@ -269,15 +276,19 @@ PUBLISHED, PLAIN = "published", "plain.safetensors"
 """In a folder of `write`: the drafter, and the numbers that its tensors stand for."""
 
 
-def write(folder: Path, config: DrafterConfig, layout: Layout | None) -> Path:
+def write(folder: Path, config: DrafterConfig, layout: Layout | None, dense: Collection[str] = ()) -> Path:
     """Writes a random drafter as it is published in a layout (None: plain); returns its folder below `folder`."""
     published = write_tiny_drafter(folder / PUBLISHED, config)
     tensors = random_tensors(config)
-    kept, plain = (tensors, tensors) if layout is None else stored(tensors, layout)
+    kept, plain = (tensors, tensors) if layout is None else stored(tensors, layout, dense)
     save_file(kept, published / "model.safetensors")
     save_file(plain, folder / PLAIN)
     if layout is not None:
-        edit_json(published / "config.json", {"quantization_config": json.loads(json.dumps(layout.recipe))})
+        recipe = json.loads(json.dumps(layout.recipe))
+        listed = next(key for key in ("ignore", "modules_to_not_convert") if key in recipe)
+        modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+        recipe[listed] += [module for module in modules if module.endswith(tuple(dense))]
+        edit_json(published / "config.json", {"quantization_config": recipe})
     return published
 
 

@@ -1,4 +1,4 @@
-"""SGLang's own class of drafters on a CPU, from prepared draft folders: `python -m tests.support.sglang_layouts TARGET DRAFT ...`.
+"""SGLang's own class of drafters on a CPU: `python -m tests.support.sglang_layouts TARGET DRAFT ...`.
 
 Prints one JSON object: draft folder -> what SGLang made of it. A process of its own, because SGLang keeps its groups of
 processes and its platform for ever.
@@ -18,10 +18,8 @@ import torch
 from tests.support.draft_layouts import PLAIN, errors, relative
 from tests.support.sglang_kernels import install
 
-BLACKWELL, HOPPER = (10, 0), (9, 0)
 
-
-def made(target: str, draft: Path, flag: str, began: list[bool]) -> dict[str, Any]:
+def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
     """The quantisation method, relative errors of products and of context keys and values; or SGLang's own error."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
@@ -33,7 +31,7 @@ def made(target: str, draft: Path, flag: str, began: list[bool]) -> dict[str, An
     from sglang.srt.utils.network import get_open_port
 
     drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
-    drafting += ["--speculative-num-draft-tokens", "4", "--speculative-draft-model-quantization", flag]
+    drafting += ["--speculative-num-draft-tokens", "4", "--speculative-draft-model-quantization", "unquant"]
     device = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"]
     try:
         given = prepare_server_args(["--model-path", target, *device, *drafting])
@@ -70,16 +68,15 @@ def _context(model: Any, plain: Path) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Loads every folder, as on Hopper or, after `--blackwell`, on Blackwell; then a value of SGLang's flag and a target."""
+    """Loads every folder, as on Hopper."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "SGLANG_PLATFORM": "torch_cpu"})
     from sglang.srt.plugins import load_plugins
 
-    words = [word for word in sys.argv[1:] if word != "--blackwell"]
     load_plugins()
-    install(pytest.MonkeyPatch(), BLACKWELL if "--blackwell" in sys.argv else HOPPER)
-    flag, target, *drafts = words
+    install(pytest.MonkeyPatch())
+    target, *drafts = sys.argv[1:]
     began: list[bool] = []
-    print(json.dumps({draft: made(target, Path(draft), flag, began) for draft in drafts}))
+    print(json.dumps({draft: made(target, Path(draft), began) for draft in drafts}))
 
 
 if __name__ == "__main__":

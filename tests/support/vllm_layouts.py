@@ -1,4 +1,4 @@
-"""vLLM's own class of drafters on a CPU, from prepared draft folders: `python -m tests.support.vllm_layouts TARGET DRAFT ...`.
+"""vLLM's own class of drafters on a CPU: `python -m tests.support.vllm_layouts TARGET DRAFT ...`.
 
 Prints one JSON object: draft folder -> what vLLM made of it. A process of its own, because vLLM keeps its groups of
 processes and its platform for ever.
@@ -70,9 +70,9 @@ def _context(model: Any, plain: Path) -> float:
     if hasattr(torch.ops._C, "rms_norm"):
         keys, values = model._project_context_kv(states, len(states), layers, heads, size)
         ours = {"k": keys.flatten(2).float(), "v": values.flatten(2).float()}
+    names = [f"layers.{index}.self_attn" for index in range(layers)]
     expected = {
-        kind: torch.stack([normed @ numbers[f"layers.{index}.self_attn.{kind}_proj.weight"].T for index in range(layers)])
-        for kind in ours
+        kind: torch.stack([normed @ numbers[f"{name}.{kind}_proj.weight"].T for name in names]) for kind in ours
     }
     return max((relative(ours[kind], expected[kind]) for kind in ours), default=0.0)
 
