@@ -70,7 +70,7 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
     yield from slice_problems(checkpoint, devices, FACTS.title, MARLIN)
     dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
     if dense is not None:
-        yield Problem(f"{dense} is quantised, and SGLang's is dense", where, DEQUANTISE)
+        yield Problem(f"{dense} is quantised, and SGLang's is dense", where, "`dflash-serve convert` writes it in bf16")
     if any(not scheme.symmetric and scheme.format == "int8" for scheme in checkpoint.quantised.values()):
         yield Problem("its INT8 weights have zero points, which SGLang does not read", where, DEQUANTISE)
 

@@ -32,7 +32,7 @@ from dflash_serve.adapter.draft_layouts import stored_bytes
 from dflash_serve.adapter.protocol import Backend, Choice, Command, Launch, PreparedFile, ServerBackend
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, in_layer_order
 from dflash_serve.checkpoint.declaring import declarations
-from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, open_checkpoint, weights_of
+from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, open_checkpoint, stored_of
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.writer import fc_in_layer_order, write_drafter
@@ -310,18 +310,18 @@ class EngineLaunch(Launch):
         assert self.checkpoint is not None
         assert self.checkpoint.config is not None
         assert self.drafter is not None
-        import torch
-
         form, quantised = self._draft_form(self.drafter), self.checkpoint.quantised
-        dtype = None if form.dtype is None else getattr(torch, form.dtype)
-        weights = weights_of(self.checkpoint)
-        plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
-        plain = fc_in_layer_order(plain, self.checkpoint.config.target_layer_ids)
-        weights |= plain if dtype is None else {name: tensor.to(dtype) for name, tensor in plain.items()}
+        tensors = fc_in_layer_order(stored_of(self.checkpoint), self.checkpoint.config.target_layer_ids)
+        if form.dtype is not None:
+            import torch
+
+            dtype = getattr(torch, form.dtype)
+            plain = {name for name in tensors if name.rpartition(".")[0] not in quantised}
+            tensors = {name: tensor.to(dtype) if name in plain else tensor for name, tensor in tensors.items()}
         write_drafter(
             folder,
             self.drafter,
-            weights,
+            tensors,
             dialect=form.dialect,
             target=form.target,
             overwrite=True,

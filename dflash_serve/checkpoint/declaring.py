@@ -20,7 +20,7 @@ ALGORITHMS = {
     ("fp8", "channel"): "FP8_PER_CHANNEL_PER_TOKEN",
     ("fp8-block", "block"): "FP8_PB_WO",
 }
-"""(format, strategy) -> ModelOpt's algorithm; NVFP4 has one strategy."""
+"""(format, strategy) -> ModelOpt's algorithm; NVFP4's depends on its activations."""
 PACKINGS = {
     **{"fp8": "float-quantized", "fp8-block": "float-quantized", "int8": "int-quantized"},
     **{"w4a16": "pack-quantized", "w8a16": "pack-quantized"},
@@ -62,7 +62,8 @@ def dense_modules(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> lis
 
 
 def _modelopt(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
-    algorithm = "NVFP4" if scheme.format == "nvfp4" else ALGORITHMS[scheme.format, scheme.strategy]
+    nvfp4 = "NVFP4" if scheme.static_inputs else "W4A16_NVFP4"
+    algorithm = nvfp4 if scheme.format == "nvfp4" else ALGORITHMS[scheme.format, scheme.strategy]
     facts: dict[str, object] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(excluded)}
     return {**facts, "group_size": GROUPS["nvfp4"]} if scheme.format == "nvfp4" else facts
 

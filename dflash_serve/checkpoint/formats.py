@@ -35,7 +35,7 @@ class QuantizedTensor:
     scale: (
         Tensor  # Of the tensor [], of rows [out, 1], of groups [out, groups], or of blocks; NVFP4: E4M3, MXFP4: uint8
     )
-    scale_2: Tensor | None = None  # NVFP4: fp32, of the tensor
+    scale_2: Tensor | None = None  # NVFP4: of the tensor, in fp32, or fp64 where the files have its reciprocal
     input_scale: Tensor | None = None  # fp32, of the activations; None = only the weights are quantised
     zero_point: Tensor | None = None  # integers: int8, in the shape of the scale; None = 0
     order: Tensor | None = None  # integers: group of each column [in]; None = neighbours
@@ -115,8 +115,8 @@ def quantized_tensor(scheme: Scheme, leaves: Mapping[str, Tensor]) -> QuantizedT
             zero_point = unpack_words(zero_point, scheme.bits, rows, dim=0)
     scale_2, input_scale = leaves.get("weight_scale_2"), leaves.get("input_scale")
     if scheme.layout == "compressed-tensors" and scheme.format == "nvfp4":  # its global scales are divisors
-        scale_2, given = leaves["weight_global_scale"].float().reciprocal(), leaves.get("input_global_scale")
-        input_scale = None if given is None else given.float().reciprocal()
+        scale_2, given = leaves["weight_global_scale"].double().reciprocal(), leaves.get("input_global_scale")
+        input_scale = None if given is None else given.double().reciprocal()
     return QuantizedTensor(
         scheme.format,
         values,
@@ -138,11 +138,13 @@ def stored_tensors(scheme: Scheme, weight: QuantizedTensor) -> dict[str, Tensor]
         values = pack_words(values, scheme.bits)
         if zero_point is not None and scheme.strategy != "tensor":
             zero_point = pack_words(zero_point, scheme.bits, dim=0)
-    found |= {scheme.main: values, scheme.scale: weight.scale}
+    scale = weight.scale.flatten() if (scheme.layout, scheme.strategy) == ("modelopt", "channel") else weight.scale
+    found |= {scheme.main: values, scheme.scale: scale}
     of_tensor = {"weight_scale_2": weight.scale_2, "input_scale": weight.input_scale}
     if scheme.layout == "compressed-tensors" and scheme.format == "nvfp4":
         of_tensor = {"weight_global_scale": weight.scale_2, "input_global_scale": weight.input_scale}
-        of_tensor = {name: None if one is None else one.float().reciprocal() for name, one in of_tensor.items()}
+        of_tensor = {name: None if one is None else one.double().reciprocal() for name, one in of_tensor.items()}
+    of_tensor = {name: None if one is None else one.float() for name, one in of_tensor.items()}
     if scheme.layout == "compressed-tensors":  # it has no tensors without dimensions
         of_tensor = {name: None if one is None else one.reshape(1) for name, one in of_tensor.items()}
         found[scheme.scale] = weight.scale.reshape(1) if weight.scale.dim() == 0 else weight.scale
@@ -250,7 +252,8 @@ def unpack_words(packed: Tensor, bits: int, count: int, dim: int = 1) -> Tensor:
     moved = packed.movedim(dim, -1)
     shifts = torch.arange(0, WORD, bits, device=packed.device, dtype=torch.int32)
     numbers = ((moved[..., None] >> shifts) & (2**bits - 1)) - 2 ** (bits - 1)
-    return numbers.flatten(-2)[..., :count].to(torch.int8).movedim(-1, dim)
+    found: Tensor = numbers.flatten(-2)[..., :count].to(torch.int8).movedim(-1, dim)
+    return found
 
 
 def pack_words(values: Tensor, bits: int, dim: int = 1) -> Tensor:
@@ -259,7 +262,7 @@ def pack_words(values: Tensor, bits: int, dim: int = 1) -> Tensor:
     factor = WORD // bits
     moved = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % factor))
     shifts = torch.arange(0, WORD, bits, device=values.device, dtype=torch.int32)
-    words = (moved.unflatten(-1, (-1, factor)) << shifts).sum(-1, dtype=torch.int32)
+    words: Tensor = (moved.unflatten(-1, (-1, factor)) << shifts).sum(-1, dtype=torch.int32)
     return words.movedim(-1, dim).contiguous()
 
 

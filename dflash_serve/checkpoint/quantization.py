@@ -200,6 +200,7 @@ PACKINGS: Mapping[object, tuple[Format, ...]] = {
     "mxfp4-pack-quantized": ("mxfp4",),
 }
 """Storage that compressed-tensors names -> formats that it may hold."""
+STRATEGIES: Mapping[object, Strategy] = {"channel": "channel", "group": "group", "block": "block"}
 READ = "read are ModelOpt's FP8 and NVFP4, compressed-tensors' FP8, INT8, W4A16, W8A16, NVFP4 and MXFP4, and fp8"
 
 
@@ -374,19 +375,17 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
     size = weights.get("group_size")
     said = f"{kind}{bits} weights by {strategy} in {packing!r}"
     format = _format(kind, bits, strategy, size, packing)
-    if format is None or packing not in PACKINGS or format not in PACKINGS[packing]:
+    if format is None or not isinstance(packing, str) or format not in PACKINGS.get(packing, ()):
         return said
     block = _block(weights.get("block_structure")) if strategy == "block" else None
     if strategy == "block" and block is None:
         return f"{said} of {weights.get('block_structure')!r}"
     if strategy == "group" and not (isinstance(size, int) and size > 0):
         return f"{said} of {size!r}"
-    if format in GROUPS or strategy not in ("channel", "group", "block"):
-        strategy = "tensor"
     return Scheme(
         format,
         "compressed-tensors",
-        strategy,
+        "tensor" if format in GROUPS else STRATEGIES.get(strategy, "tensor"),
         group=size if strategy == "group" and isinstance(size, int) else 0,
         block=block or FP8_BLOCK,
         symmetric=weights.get("symmetric") is not False,
@@ -397,7 +396,7 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
 
 def _format(kind: object, bits: object, strategy: object, size: object, packing: object) -> Format | None:
     if kind == "float" and bits == 4:
-        return next((format for format, values in GROUPS.items() if values == size), None)  # type: ignore[return-value]
+        return "nvfp4" if size == GROUPS["nvfp4"] else "mxfp4" if size == GROUPS["mxfp4"] else None
     if kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"):
         return "fp8-block" if strategy == "block" else "fp8"
     if kind == "int" and bits in (4, 8) and strategy in ("tensor", "channel", "group"):

@@ -339,8 +339,17 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
     Raises:
         UserError: the checkpoint has problems.
     """
+    return _with_scales(stored_of(checkpoint), checkpoint.quantised)
+
+
+def stored_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every tensor of a drafter by our name as it is stored, scales of quantised modules among them.
+
+    Raises:
+        UserError: the checkpoint has problems.
+    """
     raise_problems(checkpoint.problems, hint=HINT)
-    return _with_scales(_read_all(checkpoint), checkpoint.quantised)
+    return _read_all(checkpoint)
 
 
 def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:

@@ -7,7 +7,7 @@ to the tensor, to a row (channel), to neighbours along the input (group), or to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,11 @@ class Leaf:
     shape: tuple[int, ...]  # () = one number, of any rank
     dtypes: Collection[str]  # safetensors' names
     by_rows: bool = True  # fused products have the rows of their parts, one after another
+    is_weight: bool = False  # weights have exactly this shape, scales may have further dimensions of 1
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """A tensor has this shape."""
+        return tuple(shape) == self.shape or (not self.is_weight and _without_ones(shape) == _without_ones(self.shape))
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Scheme:
     def tensors(self, rows: int, columns: int) -> dict[str, Leaf]:
         """Every tensor of a module whose weight is [rows, columns]."""
         leaves = {
-            self.main: Leaf((rows, self._stored(columns)), [self.dtype]),
+            self.main: Leaf((rows, self._stored(columns)), [self.dtype], is_weight=True),
             self.scale: self._scale(rows, columns),
         }
         if self.format == "nvfp4":
@@ -132,6 +137,10 @@ class Scheme:
         if self.packs_words and self.strategy in ("group", "channel"):
             return Leaf((_cells(rows * self.bits, WORD), groups), ["I32"])
         return Leaf((rows, groups) if self.strategy != "tensor" else (), ["I8"])
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _cells(numbers: int, size: int) -> int:

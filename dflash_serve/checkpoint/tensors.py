@@ -7,7 +7,7 @@ tensor may be there. Published checkpoints' own names are known (`ALIASES`, `FUS
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,7 +121,9 @@ def quantised_modules(
 ) -> dict[str, Scheme]:
     """Our names of the modules whose numbers are stored in the declared format -> their storage."""
     shapes, found = expected_tensors(config), dict[str, Scheme]()
-    for name, header in headers.items() if schemes is not None else ():
+    if schemes is None:
+        return found
+    for name, header in headers.items():
         for part in parts_of(name):
             module, _, leaf = part.rpartition(".")
             scheme = schemes(module)
@@ -180,12 +182,8 @@ class _Match:
         self.problems.append(Problem(what, str(header.file), do))
 
     def _fault(self, name: str, header: Header, wanted: tuple[int, ...], ours: str) -> tuple[str, str] | None:
-        # (what, do) for an expected tensor; scales may have further dimensions of 1.
-        is_scale = ours.rpartition(".")[2] in LEAVES
-        found = header.shape
-        if is_scale and _without_ones(found) == _without_ones(wanted):
-            found = wanted
-        if found != wanted:
+        # (what, do) for an expected tensor.
+        if not replace(self.leaves[ours], shape=wanted).takes(header.shape):
             return _misshapen(name, header.shape, wanted, self.config)
         good = self.leaves[ours].dtypes
         if header.dtype in good:
@@ -215,10 +213,6 @@ class _Match:
 
 def _is_packed(name: str, dtype: str) -> bool:
     return (name.endswith(PACKED) or dtype not in FLOATS) and not _is_map(name)
-
-
-def _without_ones(shape: tuple[int, ...]) -> list[int]:
-    return [size for size in shape if size != 1]
 
 
 def _weight_of(name: str) -> str:
@@ -322,7 +316,7 @@ def stored_tensors(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> di
     for name, shape in expected_tensors(config).items():
         module = name.removesuffix(".weight")
         if module == name or module not in quantised:
-            leaves[name] = Leaf(shape, {"I64"} if name == D2T else FLOATS)
+            leaves[name] = Leaf(shape, {"I64"} if name == D2T else FLOATS, is_weight=True)
             continue
         rows, columns = shape
         leaves |= {f"{module}.{leaf}": one for leaf, one in quantised[module].tensors(rows, columns).items()}

@@ -7,42 +7,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.declaring import declarations
 from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.checkpoint.reader import DIALECTS
+from dflash_serve.checkpoint.storage import OPTIONAL, Scheme
+from dflash_serve.checkpoint.tensors import stored_tensors
 from dflash_serve.common.files import whole_folder
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dflash_serve.checkpoint.formats import Weight
-    from dflash_serve.checkpoint.storage import Scheme
-
 
 def write_drafter(
     folder: str | Path,
     config: DrafterConfig,
-    weights: Mapping[str, Weight],
+    tensors: Mapping[str, Tensor],
     *,
     dialect: str = "zlab",
     target: str | None = None,
     overwrite: bool = False,
     quantised: Mapping[str, Scheme] | None = None,
     behind: int | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
 
     Args:
         folder: the destination: absent, an empty folder, or replaced with `overwrite`.
         config: the drafter.
-        weights: by our names, in the dtypes to store.
+        tensors: by our names, in the dtypes to store; of quantised modules those that their storage has.
         dialect: `zlab` (SGLang, TensorRT-LLM, vLLM and z-lab's code read it), or another of `DIALECTS`.
         target: hub id or folder of the target, for dialects that name it.
         overwrite: replace an existing checkpoint.
-        quantised: our names of the modules whose weights are `QuantizedTensor`s -> the storage to write them in.
+        quantised: our names of quantised modules -> their storage.
         behind: as for `declaring.declarations`.
+        dry_run: check everything and write nothing.
 
     Raises:
         UserError: the destination is taken or cannot be written, or the dialect cannot express this drafter.
@@ -52,21 +53,25 @@ def write_drafter(
     if dialect not in DIALECTS:
         raise UserError(f"no dialect {dialect!r}", where="--to", do=f"there are: {', '.join(DIALECTS)}")
     fields = DIALECTS[dialect].write(config, target)
-    _check_tensors(config, weights)
+    quantised = quantised or {}
+    _check_tensors(config, tensors, quantised)
     _check_destination(folder, overwrite)
-    tensors = _stored(weights, quantised or {})
     dtype = str(tensors["hidden_norm.weight"].dtype).removeprefix("torch.")
     added = {}
     if dialect == "speculators" and config.draft_vocabulary is not None:
         from dflash_serve.checkpoint.conversions import target_mask
 
         added["t2d"] = target_mask(tensors["d2t"], config.vocab_size)
-    files = declarations(config, quantised or {}, behind)
-    files["config.json"] = {**fields, "dtype": dtype, "torch_dtype": dtype, **files.get("config.json", {})}
+    if dry_run:
+        return
+    files = {"config.json": {**fields, "dtype": dtype, "torch_dtype": dtype}}
+    for name, declared in declarations(config, quantised, behind).items():
+        files[name] = {**files.get(name, {}), **declared}
     try:
         with whole_folder(folder) as scratch:
-            for name, keys in files.items():
-                (scratch / name).write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            for name, content in files.items():
+                text = json.dumps(content, indent=2, sort_keys=True)
+                (scratch / name).write_text(text + "\n", encoding="utf-8")
             _write_tensors(scratch / SINGLE, {**tensors, **added})
     except OSError as error:
         do = "give another destination"
@@ -93,26 +98,11 @@ def fc_in_layer_order(tensors: Mapping[str, Tensor], layer_ids: Sequence[int]) -
     return found
 
 
-def _stored(weights: Mapping[str, Weight], quantised: Mapping[str, Scheme]) -> dict[str, Tensor]:
-    from torch import Tensor
-
-    from dflash_serve.checkpoint.formats import stored_tensors
-
-    found: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        module = name.removesuffix(".weight")
-        if isinstance(weight, Tensor):
-            found[name] = weight
-        else:
-            found |= {f"{module}.{leaf}": one for leaf, one in stored_tensors(quantised[module], weight).items()}
-    return found
-
-
-def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Weight]) -> None:
-    expected = expected_tensors(config)
-    have = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if have != expected:
-        wrong = sorted(name for name in have.keys() | expected.keys() if have.get(name) != expected.get(name))
+def _check_tensors(config: DrafterConfig, tensors: Mapping[str, Tensor], quantised: Mapping[str, Scheme]) -> None:
+    expected = stored_tensors(config, quantised)
+    optional = {name for name in expected if name.rpartition(".")[2] in OPTIONAL}
+    unlike = {name for name, tensor in tensors.items() if name in expected and not expected[name].takes(tensor.shape)}
+    if wrong := sorted(unlike | (tensors.keys() ^ expected.keys()) - optional):
         raise ValueError(f"these tensors are not those of the config: {', '.join(wrong)}")
 
 

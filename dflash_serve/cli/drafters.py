@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -24,7 +25,7 @@ from dflash_serve.adapter.verdicts import verdict
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
-from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint, weight_problems
+from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
 from dflash_serve.checkpoint.tensors import SCALES
@@ -34,11 +35,17 @@ from dflash_serve.common.extras import import_problem, need
 from dflash_serve.common.files import require_writable
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
+if TYPE_CHECKING:
+    from dflash_serve.checkpoint.repacking import Repacked
+    from dflash_serve.checkpoint.storage import Layout
+
 FULL = (
     "Replace a reduced draft vocabulary by the target's whole one. The drafter then drafts through the target's output "
     "head. This needs a drafter whose own head is a copy of rows of that head."
 )
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
+DEQUANTISE = "Write quantised weights in bf16, which every engine loads."
+LAYOUT = "Quantiser whose layout quantised weights are written in; its own unless given."
 OWN_HEAD = "lm_head.weight"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Verdicts = Mapping[str, EngineVerdict]  # By backend
@@ -57,6 +64,14 @@ class To(StrEnum):
     modelopt = "modelopt"
     deepspec = "deepspec"
     specforge = "specforge"
+
+
+class QuantisedLayout(StrEnum):
+    """Layouts of quantised weights."""
+
+    modelopt = "modelopt"
+    compressed_tensors = "compressed-tensors"
+    fp8 = "fp8"
 
 
 class MarkovHeadKind(StrEnum):
@@ -146,12 +161,17 @@ def convert(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
-    to: Annotated[To, typer.Option("--to", help=f"Dialect to write: {', '.join(To)}.")],
+    to: Annotated[To, typer.Option("--to", help=f"Dialect to write: {', '.join(To)}.")] = To.zlab,
     target: options.Target = None,
     revision: options.Revision = None,
     full_vocabulary: Annotated[bool, typer.Option("--full-vocabulary", help=FULL)] = False,
     markov_head: Annotated[MarkovHeadKind | None, typer.Option("--markov-head", help=MARKOV)] = None,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head that is added.", min=1)] = 16,
+    dequantise: Annotated[bool, typer.Option("--dequantise", help=DEQUANTISE)] = False,
+    layout: Annotated[QuantisedLayout | None, typer.Option("--layout", help=LAYOUT)] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read and convert it, tell the same, and write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -159,7 +179,8 @@ def convert(
     """Write a drafter in another dialect. Weights keep their values and dtypes; nothing half-written is left behind.
 
     A --target that is given is checked against the drafter, and named in what is written. A vocabulary that is padded
-    beyond the target's is cut to it.
+    beyond the target's is cut to it. Quantised weights are written as engines load them: fc and heads in bf16, one
+    scale for products that engines fuse. It says what this rounds.
     """
     _need_torch()
     if markov_head is None:
@@ -168,7 +189,8 @@ def convert(
     from dflash_serve.models.loader import head_weight
 
     checkpoint = open_checkpoint(source, revision)
-    tensors, config = load_tensors(checkpoint), checkpoint.config
+    weights = _repacked(checkpoint, dequantise, layout)
+    tensors, config = weights.with_shapes, checkpoint.config
     assert config is not None
     assert checkpoint.dialect is not None
     if target is not None:
@@ -184,14 +206,18 @@ def convert(
     if markov_head is not None:
         fresh = markov_head is MarkovHeadKind.fresh
         config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=fresh)
-    write_drafter(destination, config, tensors, dialect=to.value, target=target, overwrite=overwrite)
-    note = _conversion_note(config, to, target)
+    tensors = {**{name: tensor for name, tensor in tensors.items() if not tensor.is_meta}, **weights.stored}
+    as_named = partial(write_drafter, dialect=to.value, target=target, overwrite=overwrite, dry_run=dry_run)
+    as_named(destination, config, tensors, quantised=weights.schemes)
+    note, was = _conversion_note(config, to, target), checkpoint.quantization
     if as_json:
         report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
-        typer.echo(json.dumps({**report, "to": to.value, "tensors": len(tensors), "note": note}))
+        report |= {"to": to.value, "tensors": len(tensors), "note": note, "written": not dry_run}
+        typer.echo(json.dumps({**report, "weights": weights.report if was else None}))
     elif not quiet:
         told = f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors"
-        typer.echo(told + (f"\nnote: {note}" if note else ""))
+        told += f"\nweights: {weights.words}" if was else ""
+        typer.echo(told + (f"\nnote: {note}" if note else "") + ("\nnothing was written" if dry_run else ""))
 
 
 def train(
@@ -234,6 +260,21 @@ def train(
         typer.echo(provenance.read_text(encoding="utf-8") if provenance.is_file() else "null", nl=False)
     if not done:
         raise typer.Exit(130)  # as after any other interruption
+
+
+def _repacked(checkpoint: Checkpoint, dequantise: bool, layout: QuantisedLayout | None) -> Repacked:
+    from dflash_serve.checkpoint.repacking import dequantised, repacked
+
+    raise_problems(checkpoint.problems, hint=HINT)
+    if dequantise and layout is not None:
+        raise UserError("dequantised weights have no layout", where="--layout", do="give it or --dequantise")
+    if checkpoint.quantization is None and (dequantise or layout is not None):
+        where = "--dequantise" if dequantise else "--layout"
+        raise UserError("the drafter is not quantised", where=where, do="leave it out")
+    weights = weights_of(checkpoint)
+    if dequantise:
+        return dequantised(weights)
+    return repacked(weights, checkpoint.quantised, cast("Layout", layout.value) if layout else None)
 
 
 def _need_torch() -> None:

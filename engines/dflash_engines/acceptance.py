@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve.answers.prompts import jsonl_prompts
+from dflash_serve.checkpoint.formats import Format as Storage
 from dflash_serve.checkpoint.formats import QuantizedTensor, Weight, dequantized, quantize
 from dflash_serve.checkpoint.reader import load_weights
 from dflash_serve.checkpoint.writer import write_drafter
@@ -104,7 +105,7 @@ def round_inputs(drafter: nn.Module, weights: Mapping[str, Weight]) -> None:
             module.register_forward_pre_hook(partial(_rounded, weight.format, weight.input_scale))
 
 
-def _rounded(format: Format, scale: Tensor, module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
+def _rounded(format: Storage, scale: Tensor, module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
     rows = arguments[0].float().reshape(-1, arguments[0].shape[-1])
     return quantize(rows, format, of_tensor=scale.float()).dequantize(arguments[0].dtype).view(arguments[0].shape)
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.formats import QuantizedTensor
 from dflash_serve.checkpoint.reader import load_weights, open_checkpoint
-from dflash_serve.checkpoint.storage import Scheme
+from dflash_serve.checkpoint.storage import Layout, Scheme
 from tests.support.tiny import even_config, random_tensors, write_in_layout
 
 quantization = pytest.importorskip("compressed_tensors.quantization")
 compressors = pytest.importorskip("compressed_tensors.compressors")
 parameters = pytest.importorskip("compressed_tensors.quantization.utils")
 
-CT = "compressed-tensors"
+CT: Layout = "compressed-tensors"
 SCHEMES: Mapping[str, Scheme] = {
     "FP8": Scheme("fp8", CT),
     "FP8 by channel": Scheme("fp8", CT, "channel"),

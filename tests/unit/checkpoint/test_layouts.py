@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.formats import QuantizedTensor, pack_words, quantize, relative_error, unpack_words
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
-from dflash_serve.checkpoint.storage import Scheme
+from dflash_serve.checkpoint.storage import Layout, Scheme
 from dflash_serve.errors import UserError
 from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
 
-CT = "compressed-tensors"
+CT: Layout = "compressed-tensors"
 SCHEMES: Mapping[str, tuple[Scheme, float]] = {
     "ModelOpt FP8": (Scheme("fp8", static_inputs=True), 0.03),
     "ModelOpt FP8 by channel": (Scheme("fp8", "modelopt", "channel"), 0.03),
