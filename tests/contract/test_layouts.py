@@ -22,6 +22,7 @@ from dflash_serve.adapter.verdicts import QuantizedDrafterBackend, checkpoint_ve
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.deployment.description import Deployment
 from tests.support.draft_layouts import LAYOUTS, PUBLISHED, Layout, whole_blocks, write
+from tests.support.tiny import edit_json
 from tests.support.tiny_target import write_tiny_target
 
 ENGINE = next((name for name in ("sglang", "vllm") if find_spec(name)), "")
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and for each name a folder with a published drafter and, where we serve it, a prepared one."""
     folder = tmp_path_factory.mktemp("layouts")
     target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+    edit_json(target / "config.json", {"hidden_size": 128})  # whole blocks; of the target no weight is loaded
     config = whole_blocks(target)
     for name in NAMES:
         dense = DENSE.get(name.partition(" without ")[2], ())

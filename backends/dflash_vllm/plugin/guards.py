@@ -14,7 +14,7 @@ from dflash_vllm.drafter_rules import drafter_problems
 from dflash_vllm.layouts import storage_problems
 
 EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
-OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point")
+OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 """Endings of parameters that a quantisation method adds to attention for quantised keys and values."""
 LOADER = StrictLoader(
     spare=("t2d", "d2t", "rotary_emb."),
