@@ -24,6 +24,7 @@ LAYOUTS: Layouts = {
     ("compressed-tensors", "nvfp4"): SERVED,
     ("compressed-tensors", "mxfp4"): SERVED,
     ("modelopt", "fp8"): SERVED,
+    ("modelopt", "fp8-block"): SERVED,
     ("modelopt", "nvfp4"): SERVED,
     ("fp8", "fp8"): SERVED,
     ("fp8", "fp8-block"): SERVED,

@@ -9,17 +9,24 @@ from typing import Any, get_args
 
 import pytest
 
-from dflash_serve.adapter.draft_layouts import stored_bytes
+from dflash_serve.adapter.draft_layouts import layout_verdict, stored_bytes
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict, rule
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.storage import Format, Scheme
 from dflash_serve.deployment.description import Deployment
+from tests.support.draft_layouts import LAYOUTS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm", "torch")
+PAGE = Path(__file__).parents[3] / "docs/quantised.md"
+IMPOSSIBLE = {
+    *((layout, format) for layout in ("modelopt", "fp8") for format in ("int8", "w8a16", "w4a16", "mxfp4")),
+    ("fp8", "nvfp4"),
+}
+"""Pairs that no quantiser writes, of the embedded engine's whole table."""
 CT = "compressed-tensors"
 W4A16 = Scheme("w4a16", CT, "group", group=32)
 INT8, W8A16 = Scheme("int8", CT, "channel"), Scheme("w8a16", CT, "channel")
@@ -159,3 +166,24 @@ def test_a_dry_run_shows_the_recipe_that_prepare_writes(engine: str, tmp_path: P
 def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(tmp_path: Path) -> None:
     launch = server_backend("vllm").launch(deployment(tmp_path, W8A16, hardware={"gpu": "none"}))
     assert any("no kernel on CPUs for W8A16" in problem.what for problem in launch.problems)
+
+
+def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
+    """Also where `inspect` has a problem of the format itself, and no layout: ModelOpt's FP8 by block on SGLang."""
+    rows = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith(("| compressed-tensors ", "| modelopt ", "| fp8 "))
+    ]
+    told = {tuple(cells[0].split()): cells[1:] for row in rows if len(cells := row.strip("| ").split(" | ")) == 5}
+    backends = [backend(name) for name in ("torch", "sglang", "vllm", "tensorrt-llm")]
+    for (layout, format), verdicts in told.items():
+        found = [layout_verdict(one.layouts, layout, format, one.name).verdict for one in backends]  # type: ignore[attr-defined]
+        assert verdicts == found, (layout, format)
+    assert {one for each in backends for one in each.layouts} - {*told} == IMPOSSIBLE  # type: ignore[attr-defined]
+
+
+def test_the_contract_tests_ask_for_every_layout_of_the_tables() -> None:
+    asked = {(one.dialect, one.format) for one in LAYOUTS.values()}
+    tables = {*backend("sglang").layouts, *backend("vllm").layouts}  # type: ignore[attr-defined]
+    assert tables <= asked
