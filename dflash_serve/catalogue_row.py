@@ -53,9 +53,11 @@ def row(folder: Path, repository: str = OTHER, target: str = OTHER) -> tuple[Cat
     unread = problems[0] if config is None and problems else None
     heads = None if config is None else Heads.model_validate(config.parts)
     weights, known = _weights(folder, checkpoint, raw), catalogued_target(target)
+    layout = checkpoint.quantization.layout if checkpoint.quantization else None
     family = known.family if known else None
     verdicts = {
-        name: rule(backend(name), heads=heads, weights=weights, unread=unread, family=family) for name in installed()
+        name: rule(backend(name), heads=heads, weights=weights, layout=layout, unread=unread, family=family)
+        for name in installed()
     }
     found = CataloguedDrafter(
         repository=repository,
@@ -64,6 +66,7 @@ def row(folder: Path, repository: str = OTHER, target: str = OTHER) -> tuple[Cat
         block_size=None if config is None else config.block_size,
         heads=heads,
         weights=weights,
+        layout=layout,
         target_precision=None,
         thinking=None,
         revision=None,

@@ -36,6 +36,12 @@ class LimitedBackend(Protocol):
         ...
 
 
+def serves_format(backend: Backend, format: str) -> bool:
+    """A backend serves quantised drafters of a format, in one layout at least."""
+    known = backend.layouts if isinstance(backend, QuantizedDrafterBackend) else {}
+    return any(kind == format and one.verdict == "served" for (_, kind), one in known.items())
+
+
 def rule(
     backend: Backend,
     *,

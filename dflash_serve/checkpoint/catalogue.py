@@ -107,7 +107,8 @@ class CataloguedDrafter(Frozen):
     kind: Kind
     block_size: Annotated[int, Field(ge=2)] | None  # B, the anchor counted
     heads: Heads | None
-    weights: str | None  # Format of its own weights: bf16, fp8, nvfp4, int4, ...
+    weights: str | None  # Format of its own weights: bf16, fp8, nvfp4, w4a16, ...
+    layout: str | None = None  # Quantiser whose layout they have: modelopt, compressed-tensors, ...; None = plain
     target_precision: str | None
     """Format of the target's weights in its training. Beside another form of the target it may accept nothing."""
     thinking: Literal["on", "off", "both"] | None  # Mode of the target that it was trained for

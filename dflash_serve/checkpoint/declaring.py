@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG
 from dflash_serve.checkpoint.storage import GROUPS, Scheme
-from dflash_serve.checkpoint.tensors import FUSED, is_product
+from dflash_serve.checkpoint.tensors import FUSED
 
 ALGORITHMS = {
     ("fp8", "tensor"): "FP8",
@@ -28,7 +28,6 @@ PACKINGS = {
 }
 """Format -> compressed-tensors' storage."""
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-OF_HEADS = (".kernel_projection.weight", "markov_head.markov_w2.weight")  # of heads, which vLLM would quantise, too
 WHOLE = ("lm_head", "embed_tokens")  # modules of the target that engines put beside a drafter's own
 
 
@@ -56,9 +55,11 @@ def declarations(
 
 
 def dense_modules(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> list[str]:
-    """Our names of the linear modules that are not quantised."""
-    products = (name for name in expected_tensors(config) if is_product(name) or name.endswith(OF_HEADS))
-    return [module for name in products if (module := name.removesuffix(".weight")) not in quantised]
+    """Our names of the modules with a matrix that are not quantised: products, `fc`, and linear parts of heads."""
+    matrices = (
+        name for name, shape in expected_tensors(config).items() if len(shape) == 2 and name.endswith(".weight")
+    )
+    return [module for name in matrices if (module := name.removesuffix(".weight")) not in quantised]
 
 
 def _modelopt(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -37,7 +37,6 @@ from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 if TYPE_CHECKING:
     from dflash_serve.checkpoint.repacking import Repacked
-    from dflash_serve.checkpoint.storage import Layout
 
 FULL = (
     "Replace a reduced draft vocabulary by the target's whole one. The drafter then drafts through the target's output "
@@ -234,8 +233,8 @@ def convert(
     as_named(destination, config, tensors, quantised=weights.schemes)
     note, was = _conversion_note(config, to, target), checkpoint.quantization
     if as_json:
-        report = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
-        report |= {"to": to.value, "tensors": len(tensors), "note": note, "written": not dry_run}
+        names = {"source": str(checkpoint.folder), "from": checkpoint.dialect.name, "destination": str(destination)}
+        report = {**names, "to": to.value, "tensors": len(tensors), "note": note, "written": not dry_run}
         typer.echo(json.dumps({**report, "weights": weights.report if was else None}))
     elif not quiet:
         told = f"{destination}: {checkpoint.dialect.name} -> {to.value}, {len(tensors)} tensors"
@@ -297,7 +296,7 @@ def _repacked(checkpoint: Checkpoint, dequantise: bool, layout: QuantisedLayout 
     weights = weights_of(checkpoint)
     if dequantise:
         return dequantised(weights)
-    return repacked(weights, checkpoint.quantised, cast("Layout", layout.value) if layout else None)
+    return repacked(weights, checkpoint.quantised, layout.value if layout else None)
 
 
 def _need_torch() -> None:
@@ -311,7 +310,8 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     serving = [name for name, each in verdicts.items() if each.verdict == "served"]
     figures = [f"{one.value:g} {one.benchmark} ({one.setting}; {one.source})" for one in drafter.acceptance_length]
     pinned = "fixed by this release" if "/" not in drafter.repository else drafter.revision or "not pinned"
-    pairing = [f"{drafter.weights} weights"] if drafter.weights else []
+    layout = f" ({drafter.layout})" if drafter.layout else ""
+    pairing = [f"{drafter.weights} weights{layout}"] if drafter.weights else []
     pairing += [f"made for the target in {drafter.target_precision}"] if drafter.target_precision else []
     pairing += [f"thinking {drafter.thinking}"] if drafter.thinking else []
     pairing += ["gated: accept its terms on the hub"] if drafter.gated else []

@@ -29,15 +29,15 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 from .calibration import embedded_engine, greedy_answers
 from .pipeline import Measured, Work
-from .recipe import Acceptance, Format
+from .recipe import Acceptance, Format, Integers
 
 PARTS = {"qkv": "q_proj", "gate_up": "gate_proj"}
 """Fused product of the embedded engine -> one of its parts; all parts share their input scale."""
-ENOUGH = {"fp8": 0.99, "nvfp4": 0.95}
+ENOUGH = {"fp8": 0.99, "nvfp4": 0.95, "int8": 0.99, "w8a16": 0.99, "w4a16": 0.95}
 """Least acceptance length relative to bf16; below it a precision costs more than its speed gives."""
 
 
-def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[Format]) -> Measured:
+def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Sequence[Format | Integers]) -> Measured:
     """Step `acceptance`: acceptance length by precision, and its ratio to the unquantised drafter's.
 
     Raises:
@@ -64,7 +64,7 @@ def measure(work: Work, deployment: Deployment, wanted: Acceptance, formats: Seq
     return measured
 
 
-def _drafters(work: Work, formats: Sequence[Format]) -> Iterator[tuple[str, Path, Mapping[str, Weight]]]:
+def _drafters(work: Work, formats: Sequence[Format | Integers]) -> Iterator[tuple[str, Path, Mapping[str, Weight]]]:
     # Precision, folder and stored weights of each drafter, bf16 first. A quantised one is decoded, and deleted once
     # measured.
     yield "bf16", work.inputs["drafter"], {}

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
+from dflash_serve.adapter.registry import backend, installed
+from dflash_serve.adapter.verdicts import serves_format
 from dflash_serve.checkpoint.files import MANIFEST, file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.extras import import_extra
@@ -21,7 +23,7 @@ from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
 
 from .pipeline import Done, Measured, Source, Step, Work, run, verify_output
-from .recipe import BuildRecipe, Format, find_recipe, load_recipe
+from .recipe import BuildRecipe, Format, Integers, find_recipe, is_integer, load_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -188,7 +190,8 @@ def _calibration(recipe: BuildRecipe) -> Iterator[Step]:
     free = build.calibration.free
     if free and (build.target or build.checkpoints):
         raise UserError("a target is calibrated on data", where="build.calibration.free", do="set it to false")
-    if build.target or build.checkpoints or (build.drafter and not free):
+    by_ranges = [format for format in build.drafter if not is_integer(format)]
+    if build.target or build.checkpoints or (by_ranges and not free):
         given = build.calibration
         length = deployment.limits.max_model_len
         parameters: dict[str, object] = {"count": given.count, "max_tokens": given.max_tokens, "length": length}
@@ -204,7 +207,7 @@ def _calibration(recipe: BuildRecipe) -> Iterator[Step]:
             return answer(work, recipe.measured, given)
 
         yield Step("answers", answers, needs, parameters, ("torch",), about=about)
-    if build.drafter:
+    if by_ranges:
 
         def ranges(work: Work) -> Measured:
             from .calibration import drafter_ranges, free_ranges
@@ -247,13 +250,15 @@ def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
     build, deployment = recipe.build, recipe.deployment
     for format in build.drafter:
 
-        def drafter(work: Work, format: Format = format) -> Measured:
-            from .quantize import quantize_drafter
+        def drafter(work: Work, format: Format | Integers = format) -> Measured:
+            from .quantize import quantize_drafter, round_drafter
 
-            return quantize_drafter(work, format)
+            return round_drafter(work, format) if is_integer(format) else quantize_drafter(work, format)
 
-        made_of = ("drafter", "drafter-ranges")
-        yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, MODELOPT, 3, "in ModelOpt's layout")
+        made_of, tools, about = ("drafter", "drafter-ranges"), MODELOPT, "in ModelOpt's layout"
+        if is_integer(format):
+            made_of, tools, about = ("drafter",), ("torch",), "in compressed-tensors' layout, from its weights alone"
+        yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, tools, 3, about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 
@@ -273,9 +278,9 @@ def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
 def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output: Path) -> list[Path]:
     """Writes a Deployment for the drafter as published and for every quantised one; a bundled target by its folder.
 
-    The quantised drafters stand beside the file, by their relative paths.
+    The quantised drafters stand beside the file, by their relative paths. A comment says which engines load it.
     """
-    written = []
+    written, backends = [], [backend(name) for name in installed()]
     for format in ("bf16", *recipe.build.drafter):
         fields = recipe.deployment.model_dump(mode="json", exclude_unset=True)
         if format != "bf16":
@@ -283,6 +288,8 @@ def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output
         if "target" in sources and "/" not in recipe.deployment.target.model:
             fields["target"]["model"] = str(sources["target"].folder.absolute())
         path = output / f"serve-{format}.yaml"
-        write_whole(path, yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True)))
+        text = yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True))
+        loads = (one for one in backends if format == "bf16" or serves_format(one, format))
+        write_whole(path, f"# Engines that load this drafter: {', '.join(one.name for one in loads)}\n{text}")
         written.append(path)
     return written

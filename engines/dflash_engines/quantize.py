@@ -22,9 +22,19 @@ from torch import Tensor
 
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.files import INDEX, QUANT_CONFIG, SINGLE, TOKENIZERS, load_object
-from dflash_serve.checkpoint.formats import GROUP, Format, QuantizedTensor, dequantized, quantize, relative_error
+from dflash_serve.checkpoint.formats import (
+    GROUP,
+    Format,
+    QuantizedTensor,
+    dequantized,
+    quantize,
+    relative_error,
+    stored_tensors,
+)
 from dflash_serve.checkpoint.reader import DIALECTS, load_tensors, load_weights, open_checkpoint
+from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.tensors import FUSED, SCALES
+from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.common.documents import read_json
 from dflash_serve.common.extras import import_extra
 from dflash_serve.errors import UserError
@@ -32,13 +42,16 @@ from dflash_serve.models.drafter import Drafter
 
 from .calibration import AMAX, read_answers
 from .pipeline import Measured, Work, quietly
+from .recipe import Integers
 
 EXCLUDED = ("fc", "lm_head", "embed_tokens", "model.embed_tokens")
 """Modules that stay in bf16. fc makes the context features of every layer: its error would be in all of them."""
 TOKENIZER = (*TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt")
 """Files of the target that are copied as they are."""
-BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15}
+BOUNDS: Mapping[Format, float] = {"fp8": 0.04, "nvfp4": 0.15, "int8": 0.02, "w8a16": 0.02, "w4a16": 0.2}
 """Largest relative error of a correctly quantised weight."""
+GROUP_SIZES = (128, 64, 32)
+"""Columns that share a scale of W4A16: the largest number that divides the input; else a scale is a whole row's."""
 BACKEND = "dflash_cpu_nvfp4"
 """Our NVFP4 in ModelOpt's registry: its own is a CUDA kernel."""
 
@@ -52,6 +65,35 @@ def quantize_drafter(work: Work, format: Format) -> Measured:
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, work.folder / SINGLE)
     for name, fields in _config_files(config, format).items():
         (work.folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return _measured(work, config, tensors, format)
+
+
+def round_drafter(work: Work, format: Integers) -> Measured:
+    """Steps `drafter-int8`, `-w8a16` and `-w4a16`: the layers' products as integers, in compressed-tensors' layout."""
+    checkpoint = open_checkpoint(work.inputs["drafter"])
+    tensors, config = load_tensors(checkpoint), checkpoint.config
+    assert config is not None
+    state, quantised = dict[str, Tensor](), dict[str, Scheme]()
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if not (name.startswith("layers.") and name.endswith("_proj.weight")):
+            state[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            continue
+        group = next((size for size in GROUP_SIZES if tensor.shape[1] % size == 0), 0) if format == "w4a16" else 0
+        scheme = Scheme(format, "compressed-tensors", "group" if group else "channel", group)
+        weight = quantize(tensor.to(torch.bfloat16), format, group=group)
+        quantised[module] = scheme
+        state |= {f"{module}.{leaf}": part for leaf, part in stored_tensors(scheme, weight).items()}
+    written = work.folder / ".written"
+    write_drafter(written, config, state, quantised=quantised)
+    for path in written.iterdir():
+        path.rename(work.folder / path.name)
+    written.rmdir()
+    return _measured(work, config, tensors, format)
+
+
+def _measured(work: Work, config: DrafterConfig, tensors: Mapping[str, Tensor], format: Format | Integers) -> Measured:
+    # The written drafter, read back and held against its source.
     written, weights = load_weights(work.folder)
     assert written == config
     measured = compare(tensors, dequantized(weights, torch.float32), BOUNDS[format])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard, get_args
 
 from pydantic import NonNegativeInt, ValidationError
 
@@ -14,6 +14,7 @@ from dflash_serve.deployment.layers import with_absolute_paths
 from dflash_serve.errors import UserError, did_you_mean
 
 Format = Literal["fp8", "nvfp4"]
+Integers = Literal["int8", "w8a16", "w4a16"]
 
 
 class Prompts(Frozen):
@@ -57,11 +58,17 @@ class Build(Frozen):
 
     target: tuple[Format, ...] = ()
     """Precisions of Hugging Face-form target checkpoints."""
-    drafter: tuple[Format, ...] = ()
-    """Precisions of the drafter."""
+    drafter: tuple[Format | Integers, ...] = ()
+    """Precisions of the drafter: fp8 and nvfp4 by ModelOpt, with ranges of activations; int8 (weights and activations),
+    w8a16 and w4a16 (weights alone) in compressed-tensors' layout, from the weights alone."""
     calibration: Calibration = Calibration()
     checkpoints: Checkpoints | None = None
     acceptance: Acceptance | None = None
+
+
+def is_integer(format: Format | Integers) -> TypeGuard[Integers]:
+    """A precision of the drafter that needs neither ModelOpt nor ranges of activations."""
+    return format in get_args(Integers)
 
 
 class BuildRecipe(Frozen):

@@ -1,0 +1,146 @@
+"""Published quantised drafters, made tiny: what public pages tell of their files is read, decoded and converted.
+
+Told of each: its quantiser and storage, groups, and the modules that stay in bf16. Sizes are a tiny drafter's, groups
+of 128 are of 32, and the weights are random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from dflash_serve.checkpoint.config import ConvolutionConfig, DrafterConfig, SelectorConfig
+from dflash_serve.checkpoint.formats import quantize, relative_error, stored_tensors
+from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.storage import Layout, Scheme
+from dflash_serve.cli.main import app
+from dflash_serve.errors import UserError
+from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
+
+CT: Layout = "compressed-tensors"
+QKV = ("q_proj", "k_proj", "v_proj")
+NOT_QUANTISED = [
+    *("candidate_selector.hidden_projection", "fc"),
+    *(f"layers.{layer}.{part}.kernel_projection" for layer in range(2) for part in ("attention_conv", "mlp_conv")),
+]
+DFLASH2 = {"convolution": ConvolutionConfig(taps=2, group_size=16), "selector": SelectorConfig(rank=8, top_k=4)}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Facts of a published drafter's files."""
+
+    scheme: Scheme
+    dense: tuple[str, ...] = ()
+    dflash2: bool = True
+    config: Mapping[str, object] = field(default_factory=dict)  # keys of quantization_config that it has otherwise
+    beside: Mapping[str, object] | None = None  # its hf_quant_config.json
+    mislisted: tuple[str, ...] = ()
+
+    @property
+    def drafter(self) -> DrafterConfig:
+        return even_config().model_copy(update=DFLASH2 if self.dflash2 else {})
+
+
+W4A16 = Scheme("w4a16", CT, "group", group=32)
+PUBLISHED: Mapping[str, Quantised] = {
+    "hamichok/Qwen3.8-27B-DFlash2-NVFP4-modelopt": Quantised(Scheme("nvfp4", static_inputs=True), QKV),
+    "maurienne-ai/Qwen3.8-27B-DFlash2-NVFP4-RTNcal": Quantised(
+        Scheme("nvfp4", static_inputs=True),
+        beside={
+            "producer": {"name": "modelopt", "version": "dflash2-nvfp4-rtn-calibrated-1.0"},
+            "quantization": {
+                **{"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16},
+                "exclude_modules": NOT_QUANTISED,
+            },
+        },
+    ),
+    "syvai/Qwen3.8-27B-DFlash2-W4A16": Quantised(W4A16),
+    "tcclaviger/Qwen3.8-27B-DFlash2-FP8": Quantised(Scheme("fp8", CT, "channel")),
+    "blake-lucas/Qwen3.5-4B-DFlash-W4A16-MSE-G32-BF16-QKV": Quantised(W4A16, QKV, dflash2=False),
+    "Naveen's W8A16 of Qwen3.5-4B-DFlash": Quantised(Scheme("w8a16", CT, "channel"), dflash2=False),
+    "jschmied's W8A16 of Qwen3.8-27B-DFlash2": Quantised(Scheme("w8a16", CT, "group", group=32)),
+    "FP8 by tensor of vllm#52816": Quantised(Scheme("fp8", CT, static_inputs=True)),
+    "sapidlabs/Sparkulator-Laguna-S-2.1, without Laguna's parts": Quantised(W4A16, dflash2=False),
+    "an exporter that lists modules by its wrapper's names": Quantised(
+        Scheme("fp8", static_inputs=True),
+        dflash2=False,
+        config={"ignore": ["dflash_module.fc", "model*"]},
+        beside={"quantization": {"quant_algo": "FP8", "exclude_modules": ["dflash_module.fc"]}},
+        mislisted=("fc",),
+    ),
+}
+
+
+def write(name: str, folder: Path) -> tuple[Path, Quantised]:
+    published = PUBLISHED[name]
+    write_in_layout(folder, published.scheme, published.drafter, dense=published.dense)
+    if published.config:
+        edit_json(folder / "config.json", {f"quantization_config.{key}": one for key, one in published.config.items()})
+    if published.beside is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(published.beside))
+        edit_json(folder / "config.json", {"quantization_config": None})
+    return folder, published
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_read_and_every_engine_can_have_it(name: str, tmp_path: Path) -> None:
+    folder, published = write(name, tmp_path / "d")
+    checkpoint = open_checkpoint(folder)
+    assert problems_of(folder) == []
+    assert checkpoint.quantization is not None
+    assert checkpoint.quantization.format == published.scheme.format
+    assert (len(checkpoint.quantised), tuple(checkpoint.mislisted)) == (
+        14 - 2 * len(published.dense),
+        published.mislisted,
+    )
+    original, read = random_tensors(published.drafter), load_tensors(checkpoint, torch.float32)
+    assert max(relative_error(original[one], read[one]) for one in original) < 0.2
+    for options in ([], ["--dequantise"]):
+        out = tmp_path / f"out{len(options)}"
+        result = CliRunner().invoke(app, ["convert", str(folder), str(out), *options])
+        assert result.exit_code == 0, result.output
+        assert "weights: " in result.output
+        written = open_checkpoint(out)
+        assert (problems_of(out), written.mislisted, written.unshared) == ([], [], [])
+        assert (written.quantization is None) == bool(options)
+
+
+def test_nvidias_nemotron_quantises_fc_too(tmp_path: Path) -> None:
+    """Its attention sinks are refused elsewhere; what is left is read, and `convert` makes `fc` plain for engines."""
+    scheme = Scheme("nvfp4", static_inputs=True)
+    folder = write_in_layout(tmp_path / "d", scheme)
+    state = load_file(folder / "model.safetensors")
+    fc = quantize(state.pop("fc.weight"), "nvfp4", torch.tensor(0.01))
+    state |= {f"fc.{leaf}": tensor for leaf, tensor in stored_tensors(scheme, fc).items()}
+    save_file(state, folder / "model.safetensors")
+    edit_json(folder / "hf_quant_config.json", {"quantization.exclude_modules": []})
+    edit_json(folder / "config.json", {"quantization_config": None})
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.problems, checkpoint.mislisted, "fc" in checkpoint.quantised) == ([], [], True)
+    result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), "--json"])
+    assert json.loads(result.output)["weights"]["decoded"] == ["fc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("curvedinf/Qwen3.8-27B-DFlash2-GPTQ-INT8-W8A8-GS128", {"quant_method": "gptq", "bits": 8}, "'gptq'"),
+        ("local-inference-lab/GLM-5.3-Flash-DFlash2-MXFP8", {"quant_algo": "MXFP8"}, "'MXFP8'"),
+        ("a mixed export", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "'MIXED_PRECISION'"),
+    ],
+)
+def test_what_is_not_read_is_one_line(name: str, config: Mapping[str, object], words: str, tmp_path: Path) -> None:
+    folder = write_in_layout(tmp_path / "d", Scheme("int8", CT, "channel"))
+    edit_json(folder / "config.json", {"quantization_config": dict(config)})
+    with pytest.raises(UserError) as caught:
+        load_tensors(open_checkpoint(folder), torch.float32)
+    assert f"quantised with {words} (config.json's quantization_config), which is not read" in str(caught.value), name
+    assert "\n" not in str(caught.value)
