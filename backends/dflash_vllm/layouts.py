@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dflash_serve.adapter.draft_layouts import SERVED, Layouts, layout_problems, slice_problems
+from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.errors import Problem
 
 from .facts import FACTS
 
+OTHER_SCALES = EngineVerdict(
+    verdict="after convert",
+    why="vLLM reads ModelOpt's FP8 by block with scales of four dimensions; "
+    "`dflash-serve convert --layout compressed-tensors` writes what it loads",
+)
 LAYOUTS: Layouts = {
     ("compressed-tensors", "int8"): SERVED,
     ("compressed-tensors", "w8a16"): SERVED,
@@ -24,7 +30,7 @@ LAYOUTS: Layouts = {
     ("compressed-tensors", "nvfp4"): SERVED,
     ("compressed-tensors", "mxfp4"): SERVED,
     ("modelopt", "fp8"): SERVED,
-    ("modelopt", "fp8-block"): SERVED,
+    ("modelopt", "fp8-block"): OTHER_SCALES,
     ("modelopt", "nvfp4"): SERVED,
     ("fp8", "fp8"): SERVED,
     ("fp8", "fp8-block"): SERVED,
