@@ -12,6 +12,7 @@ from dflash_serve.adapter.checks import (
     block_problems,
     check_pairing,
     device_problems,
+    drafter_quantization_problems,
     expert_block_problems,
     expert_problems,
     fraction_problems,
@@ -26,12 +27,12 @@ from dflash_serve.adapter.checks import (
 from dflash_serve.adapter.launch import memory_problems
 from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem
 
 from .engine_arguments import PARSERS, argument_table
 from .facts import FACTS, RELEASES
+from .layouts import storage_problems
 from .settings import (
     BACKUP,
     DFLASH,
@@ -71,7 +72,10 @@ CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "Kim
 def problems(settings: SGLangSettings) -> list[Problem]:
     """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
-    found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "SGLang", "drafter.model")
+    found += storage_problems(settings.checkpoint, settings.draft_devices, "drafter.model")
+    found += drafter_quantization_problems(
+        settings.deployment, settings.checkpoint.quantization if settings.checkpoint else None
+    )
     found += RELEASES.problems(RELEASES.installed())
     if settings.drafter is not None:
         found += check_pairing(settings.drafter, settings.target.shape)

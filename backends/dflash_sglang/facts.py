@@ -29,12 +29,6 @@ REFUSALS = (
         "set it to 1, or use the tensorrt-llm backend",
     ),
     Refusal(
-        "drafter.quantization",
-        "SGLang's DFlash drafts are not quantised: fc stays dense and the fused K/V path refuses quantised q/k/v",
-        "set it to none; the drafter is small beside its target",
-        drafting=True,
-    ),
-    Refusal(
         "hardware.dtype",
         "SGLang runs DFlash drafts in bfloat16 only",
         "use auto or bfloat16",

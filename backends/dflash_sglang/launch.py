@@ -15,6 +15,7 @@ from dflash_serve.errors import Problem, UserError
 
 from .checks import host_memory_problems, problems
 from .engine_arguments import PARSERS, argument_table
+from .layouts import method_of
 from .settings import (
     BACKUP,
     DRAFT_KERNELS,
@@ -234,7 +235,7 @@ class SGLangLaunch(SGLangSettings):
             # SGLang's own value, which it sets for DSPARK only after it has chosen the target's kernels by it.
             yield "--speculative-eagle-topk", "1"
         # Otherwise a draft inherits the target's quantisation and K/V format, and accepts next to nothing.
-        yield "--speculative-draft-model-quantization", "unquant"
+        yield "--speculative-draft-model-quantization", method_of(self.checkpoint)
         if "speculative-draft-kv-cache-dtype" not in self.given:
             yield "--speculative-draft-kv-cache-dtype", "bfloat16"
         if self.target.penalises and self.width is None:

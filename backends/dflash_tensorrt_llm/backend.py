@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
-from .checks import FORMATS, unserved_heads
+from .checks import LAYOUTS, storage_problems, unserved_heads
 from .facts import FACTS
 from .launch import TensorRTLLMLaunch
 from .upstream import NEWEST, OLDEST, Release, installed_release
@@ -26,8 +27,7 @@ class TensorRTLLMBackend(ServerBackend):
     facts = FACTS
     releases = f"{OLDEST} to {NEWEST}"
     untried = ("DFlash2", "DSpark")
-    drafter_formats = FORMATS
-    drafter_layouts = ("modelopt",)
+    layouts = LAYOUTS
 
     def __init__(self, release: Release | None = None) -> None:
         self._release = release
@@ -42,6 +42,9 @@ class TensorRTLLMBackend(ServerBackend):
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return list(unserved_heads(heads, self.release))
+
+    def storage_problems(self, checkpoint: Checkpoint) -> list[Problem]:
+        return list(storage_problems(checkpoint, str(checkpoint.folder)))
 
 
 backend = TensorRTLLMBackend()

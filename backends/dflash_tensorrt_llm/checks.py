@@ -13,9 +13,12 @@ from dflash_serve.adapter.checks import (
     length_problems,
     unused_speculation,
 )
+from dflash_serve.adapter.draft_layouts import DEQUANTISE, SERVED, Layouts, layout_problems
 from dflash_serve.adapter.launch import memory_problems
 from dflash_serve.adapter.refusals import refusal_problems
+from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
 
@@ -25,14 +28,23 @@ from .settings import PAGE, TensorRTLLMSettings, is_dspark
 from .upstream import DFLASH2, FROM_1_4, NEWEST, OLDEST, WITHOUT_DRAFTER, Release
 
 Check = Callable[[TensorRTLLMSettings], Iterator[Problem]]
-FORMATS = ("fp8", "nvfp4")  # of a drafter's weights
+TO_MODELOPT = EngineVerdict(
+    verdict="after convert",
+    why="TensorRT-LLM reads ModelOpt's layout alone; `dflash-serve convert --layout modelopt` writes it",
+)
+LAYOUTS: Layouts = {
+    ("modelopt", "fp8"): SERVED,
+    ("modelopt", "nvfp4"): SERVED,
+    **dict.fromkeys([("compressed-tensors", "fp8"), ("compressed-tensors", "nvfp4"), ("fp8", "fp8")], TO_MODELOPT),
+}
+"""Quantised drafters (modeling_dflash.py, read, and our own drafter): FP8 by tensor and NVFP4."""
 PAGES = (16, 32, 64)  # tokens a page for which trtllm-gen has kernels of other than causal attention
 LEAST_POOL = 0.15  # share of the memory after the weights that must stay for the target's K/V, or batches would not fit
 
 
 def problems(settings: TensorRTLLMSettings) -> list[Problem]:
     """Problems of a launch: the drafter's own first, because the others may follow from them."""
-    found = [*settings.checkpoint.problems, *settings.checkpoint.unshared] if settings.checkpoint else []
+    found = list(settings.checkpoint.problems) if settings.checkpoint else []
     checks: list[Check] = [_refusals, _devices, serving_problems, argument_problems, _target_layout, _target_precision]
     checks += [_kv_dtype, _speculation]
     if settings.drafter is not None:
@@ -156,7 +168,7 @@ def _drafter_fits(settings: TensorRTLLMSettings) -> Iterator[Problem]:
         yield Problem(what, "target.model", "serve without a drafter, or use another backend")
     yield from check_pairing(settings.drafter, settings.target.shape)
     yield from drafter_quantization_problems(settings.deployment, settings.quantization)
-    yield from _drafter_format(settings)
+    yield from storage_problems(settings.checkpoint, "drafter.model")
     have = settings.quantization.format if settings.quantization else "none"
     if have == "nvfp4" and settings.gpu is not None and not settings.gpu.has_fp4:
         what = f"an NVFP4 drafter needs Blackwell, {settings.gpu.name} is SM{settings.gpu.compute}"
@@ -164,20 +176,12 @@ def _drafter_fits(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     yield from block_problems(settings.deployment, settings.drafter)
 
 
-def _drafter_format(settings: TensorRTLLMSettings) -> Iterator[Problem]:
+def storage_problems(checkpoint: Checkpoint | None, where: str) -> Iterator[Problem]:
     """A form of quantised weights that neither TensorRT-LLM's drafter nor ours reads."""
-    found = settings.quantization
-    if found is None or settings.checkpoint is None:
-        return
-    if found.format not in FORMATS or any(one.strategy != "tensor" for one in settings.checkpoint.quantised.values()):
-        what = f"the drafter's weights are {found.words}, TensorRT-LLM reads FP8 by tensor and NVFP4 alone"
-        do = "`dflash-serve convert --dequantise` writes it in bf16"
-    elif found.layout != "modelopt":
-        what = f"the drafter's weights are {found.words}, TensorRT-LLM reads ModelOpt's layout alone"
-        do = "`dflash-serve convert --layout modelopt` writes it"
-    else:
-        return
-    yield Problem(what, "drafter.model", do)
+    found = list(layout_problems(checkpoint, LAYOUTS, "TensorRT-LLM", where))
+    yield from found
+    if not found and checkpoint is not None and any(one.strategy != "tensor" for one in checkpoint.quantised.values()):
+        yield Problem("its FP8 weights have a scale for each row, TensorRT-LLM reads one alone", where, DEQUANTISE)
 
 
 def _implementation(settings: TensorRTLLMSettings) -> Iterator[Problem]:

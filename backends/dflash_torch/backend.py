@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
+from dflash_serve.adapter.draft_layouts import EVERY_LAYOUT
 from dflash_serve.adapter.protocol import LookingBackend
 from dflash_serve.answers.engine import Engine, Prompt
 from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
-from dflash_serve.checkpoint.storage import Format, Layout
 from dflash_serve.checkpoint.target_config import is_embedded
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
@@ -28,20 +29,22 @@ if TYPE_CHECKING:
 class EmbeddedBackend(LookingBackend, DiagnosableBackend):
     """PyTorch in this process: one device, Llama- and Qwen-family targets, unquantised.
 
-    It runs every head of a drafter; a confidence head is read and not used. Quantised drafters are dequantised.
+    It runs every head of a drafter; a confidence head is read and not used.
     """
 
     name = "torch"
     facts = FACTS
     releases = "this release"
     untried = ()
-    drafter_formats = get_args(Format)
-    drafter_layouts = get_args(Layout)
+    layouts = EVERY_LAYOUT
 
     def launch(self, deployment: Deployment) -> EmbeddedLaunch:
         return EmbeddedLaunch(deployment=deployment)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
+        return []
+
+    def storage_problems(self, checkpoint: Checkpoint) -> list[Problem]:
         return []
 
     def target_problems(self, family: str) -> list[Problem]:

@@ -13,6 +13,7 @@ from dflash_serve.adapter.checks import (
     attention_head_problems,
     block_problems,
     device_problems,
+    drafter_quantization_problems,
     expert_problems,
     fraction_problems,
     key_problems,
@@ -25,13 +26,13 @@ from dflash_serve.adapter.checks import (
 )
 from dflash_serve.adapter.launch import memory_problems
 from dflash_serve.adapter.refusals import refusal_problems
-from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.common.http import read_keys
 from dflash_serve.errors import Problem
 
 from .drafter_rules import drafter_problems
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import FACTS, RELEASES
+from .layouts import storage_problems
 from .settings import VLLMSettings
 
 WITHOUT_KEYS = (
@@ -63,7 +64,11 @@ PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 def problems(settings: VLLMSettings) -> list[Problem]:
     """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
-    found += plain_only(settings.checkpoint.quantization if settings.checkpoint else None, "vLLM", "drafter.model")
+    devices, on_cpu = settings.deployment.parallel.tensor, settings.on_cpu
+    found += storage_problems(settings.checkpoint, devices, "drafter.model", dtype=settings.dtype, on_cpu=on_cpu)
+    found += drafter_quantization_problems(
+        settings.deployment, settings.checkpoint.quantization if settings.checkpoint else None
+    )
     found += RELEASES.problems(RELEASES.installed())
     if settings.drafter is not None:
         limits = settings.deployment.limits

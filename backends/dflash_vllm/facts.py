@@ -55,12 +55,6 @@ REFUSALS = (
         ("mooncake", "mooncake_tcp"),
     ),
     Refusal(
-        "drafter.quantization",
-        "quantised drafters are not covered by this backend",
-        "set it to none; the drafter is small beside its target",
-        drafting=True,
-    ),
-    Refusal(
         "kv_cache.dtype",
         "NVFP4 keys and values are not covered by this backend",
         "use fp8 or bfloat16",

@@ -42,7 +42,7 @@ class VLLMLaunch(VLLMSettings):
         """vLLM reads every key, and the target's name in speculators' dialect."""
         dialect = dialect_of(drafter)
         words = "z-lab's dialect" if dialect == "zlab" else f"the dialect {dialect}"
-        return DraftForm(dialect, words, self.deployment.target.model)
+        return DraftForm(dialect, words, self.deployment.target.model, behind=self.target.shape.num_layers)
 
     def _command(self, folder: Path, host: str, port: int) -> Command:
         """The command line for a prepared folder."""

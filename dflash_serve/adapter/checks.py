@@ -296,6 +296,12 @@ def pairing_notes(config: DrafterConfig, target: TargetShape) -> list[str]:
     return notes
 
 
+def precision_of_training(drafter: str) -> str | None:
+    """Format of the weights of the target that a published drafter was trained beside; None = not known."""
+    row = catalogued_drafter(drafter)
+    return row.target_precision if row else None
+
+
 def precision_notes(drafter: str, target: str, precision: str | None) -> Iterator[str]:
     """A published drafter beside a form of its target that it was not trained with.
 

@@ -28,9 +28,11 @@ from dflash_serve.adapter.checks import (
     target_file_problems,
     uses_drafter,
 )
+from dflash_serve.adapter.draft_layouts import stored_bytes
 from dflash_serve.adapter.protocol import Backend, Choice, Command, Launch, PreparedFile, ServerBackend
-from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, in_layer_order, weight_bytes
-from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, load_tensors, open_checkpoint
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, in_layer_order
+from dflash_serve.checkpoint.declaring import declarations
+from dflash_serve.checkpoint.reader import DIALECTS, Checkpoint, open_checkpoint, stored_of
 from dflash_serve.checkpoint.source import PROVENANCE, drafter_source, record_survival, recorded_survival
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.writer import fc_in_layer_order, write_drafter
@@ -92,7 +94,8 @@ class DraftForm:
     dialect: str
     words: str  # `z-lab's dialect`, as it is called in a dry run
     target: str | None = None  # Name of the target, where the engine reads it in the drafter's config.json
-    dtype: str | None = None  # Number format of the weights; None = as the checkpoint has them
+    dtype: str | None = None  # Number format of weights that are not quantised; None = as the checkpoint has them
+    behind: int | None = None  # Layers of the target, behind which the engine numbers the drafter's; None = it does not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,7 @@ class EngineLaunch(Launch):
         if self.drafter is not None:
             # A recurrent state cannot be cut back to what was accepted: engines keep one for every slot, too.
             states += self.block_size or 0
-            drafter = weight_bytes(self.drafter) // split
+            drafter = stored_bytes(self.checkpoint, self.drafter) // split
             token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
         windows += states * self.target.state_bytes // split
         weights = self.target.weight_bytes // parallel.tensor
@@ -351,9 +354,16 @@ class EngineLaunch(Launch):
         form = self._draft_form(self.drafter)
         typed = {} if form.dtype is None else {"dtype": form.dtype, "torch_dtype": form.dtype}
         fields = {**DIALECTS[form.dialect].write(self.drafter, form.target), **typed}
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        yield PreparedFile(f"{DRAFT}/config.json", f"the drafter's description in {form.words}", text)
-        about = f"the drafter's {len(self.checkpoint.headers)} tensors" + (f" in {form.dtype}" if form.dtype else "")
+        files = declarations(self.drafter, self.checkpoint.quantised, form.behind)
+        files["config.json"] = {**fields, **files.get("config.json", {})}
+        for name, keys in files.items():
+            text, about = json.dumps(keys, indent=2, sort_keys=True) + "\n", "the form of its quantised weights"
+            about = f"the drafter's description in {form.words}" if name == "config.json" else about
+            yield PreparedFile(f"{DRAFT}/{name}", about, text)
+        kept = self.checkpoint.quantization
+        written = f" in {form.dtype}" if form.dtype else ""
+        written = written if kept is None else f", quantised to {kept.words}"
+        about = f"the drafter's {len(self.checkpoint.headers)} tensors{written}"
         yield PreparedFile(f"{DRAFT}/model.safetensors", about)
         if recorded_survival(self.checkpoint.folder) is not None:
             about = "how far its blocks are accepted: what `width: auto` begins with"
@@ -376,13 +386,24 @@ class EngineLaunch(Launch):
         assert self.checkpoint is not None
         assert self.checkpoint.config is not None
         assert self.drafter is not None
-        form = self._draft_form(self.drafter)
-        tensors = fc_in_layer_order(load_tensors(self.checkpoint), self.checkpoint.config.target_layer_ids)
+        form, quantised = self._draft_form(self.drafter), self.checkpoint.quantised
+        tensors = fc_in_layer_order(stored_of(self.checkpoint), self.checkpoint.config.target_layer_ids)
         if form.dtype is not None:
             import torch
 
-            tensors = {name: tensor.to(getattr(torch, form.dtype)) for name, tensor in tensors.items()}
-        write_drafter(folder, self.drafter, tensors, dialect=form.dialect, target=form.target, overwrite=True)
+            dtype = getattr(torch, form.dtype)
+            plain = {name for name in tensors if name.rpartition(".")[0] not in quantised}
+            tensors = {name: tensor.to(dtype) if name in plain else tensor for name, tensor in tensors.items()}
+        write_drafter(
+            folder,
+            self.drafter,
+            tensors,
+            dialect=form.dialect,
+            target=form.target,
+            overwrite=True,
+            quantised=quantised,
+            behind=form.behind,
+        )
         record_survival(folder, recorded_survival(self.checkpoint.folder))
 
     def _shared_environment(self, folder: Path) -> dict[str, str]:

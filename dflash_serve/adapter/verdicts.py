@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
+from dflash_serve.adapter.draft_layouts import Layouts, layout_verdict
 from dflash_serve.adapter.protocol import Backend
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogued_target
 from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.storage import Layout
 from dflash_serve.errors import Problem
 
 PLAIN = ("bf16", "fp16", "fp32")
@@ -18,9 +20,11 @@ CONVERT = "dflash-serve convert"  # In the remedy of a problem that `convert` me
 class QuantizedDrafterBackend(Protocol):
     """A backend whose engine serves quantised drafters through dflash-serve; others serve plain weights alone."""
 
-    drafter_formats: Collection[str]
-    drafter_layouts: Collection[str]
-    """Quantisers whose layouts it loads; drafters in another one are served after `convert`."""
+    layouts: Layouts
+
+    def storage_problems(self, checkpoint: Checkpoint) -> list[Problem]:
+        """Reasons why it does not serve a drafter as its weights are stored, on one device; none = it does."""
+        ...
 
 
 @runtime_checkable
@@ -32,9 +36,10 @@ class LimitedBackend(Protocol):
         ...
 
 
-def drafter_formats(backend: Backend) -> Collection[str]:
-    """Formats of quantised drafters that a backend serves."""
-    return backend.drafter_formats if isinstance(backend, QuantizedDrafterBackend) else ()
+def serves_format(backend: Backend, format: str) -> bool:
+    """A backend serves quantised drafters of a format, in one layout at least."""
+    known = backend.layouts if isinstance(backend, QuantizedDrafterBackend) else {}
+    return any(kind == format and one.verdict == "served" for (_, kind), one in known.items())
 
 
 def rule(
@@ -44,7 +49,7 @@ def rule(
     weights: str | None,
     unread: str | None,
     family: str | None,
-    layout: str | None = None,
+    layout: Layout | None = None,
 ) -> EngineVerdict:
     """An engine's verdict on a drafter, by the checks that its backend makes.
 
@@ -53,12 +58,15 @@ def rule(
         weights: format of its weights; None = not known, and taken as plain.
         unread: a part of it that dflash-serve does not read.
         family: `model_type` of its target; None = not known.
-        layout: quantiser whose layout its weights have; None = not known, or plain weights.
+        layout: quantiser of its weights; None = not known.
     """
     if unread is not None:
         return EngineVerdict(verdict="refused", why=unread)
-    if weights is not None and weights not in PLAIN and weights not in drafter_formats(backend):
-        return EngineVerdict(verdict="refused", why=f"its weights are {weights}: only plain ones are served here")
+    if weights is not None and weights not in PLAIN:
+        known = backend.layouts if isinstance(backend, QuantizedDrafterBackend) else {}
+        stored = layout_verdict(known, layout, weights, backend.facts.title)
+        if stored.verdict != "served":
+            return stored
     if isinstance(backend, LimitedBackend):
         if family is None:
             return EngineVerdict(verdict="not known", why="the family of its target is not known")
@@ -67,30 +75,36 @@ def rule(
     if heads is None:
         return EngineVerdict(verdict="not known", why="its config.json is not known")
     if not (problems := backend.head_problems(heads)):
-        if (
-            layout is not None
-            and isinstance(backend, QuantizedDrafterBackend)
-            and layout not in backend.drafter_layouts
-        ):
-            do = f"`{CONVERT} --layout {next(iter(backend.drafter_layouts))}` writes another"
-            return EngineVerdict(verdict="after convert", why=f"its weights are in {layout}'s layout; {do}")
         return EngineVerdict(verdict="served")
-    first = problems[0]
-    if CONVERT in first.do:
-        return EngineVerdict(verdict="after convert", why=f"{first.what}; {first.do}")
-    return EngineVerdict(verdict="refused", why=first.what)
+    return _of_problem(problems[0])
+
+
+def checkpoint_verdict(backend: Backend, checkpoint: Checkpoint, family: str | None) -> EngineVerdict:
+    """An engine's verdict on a drafter whose files are there; `family` as for `rule`."""
+    config, quantization = checkpoint.config, checkpoint.quantization
+    unread = checkpoint.problems[0].what if config is None and checkpoint.problems else None
+    found = rule(
+        backend,
+        heads=config,
+        weights=None if quantization is None else quantization.format,
+        unread=unread,
+        family=family,
+        layout=None if quantization is None else quantization.layout,
+    )
+    if found.verdict != "served" or not isinstance(backend, QuantizedDrafterBackend):
+        return found
+    return next(map(_of_problem, backend.storage_problems(checkpoint)), found)
+
+
+def _of_problem(problem: Problem) -> EngineVerdict:
+    if CONVERT in problem.do:
+        return EngineVerdict(verdict="after convert", why=f"{problem.what}; {problem.do}")
+    return EngineVerdict(verdict="refused", why=problem.what)
 
 
 def verdict(backend: Backend, drafter: CataloguedDrafter) -> EngineVerdict:
     """The verdict of an installed backend: the row's, unless the installed release lacks what newer ones serve."""
     family = known.family if (known := catalogued_target(drafter.target)) else None
-    here = rule(
-        backend,
-        heads=drafter.heads,
-        weights=drafter.weights,
-        unread=drafter.unread,
-        family=family,
-        layout=drafter.layout,
-    )
+    here = rule(backend, heads=drafter.heads, weights=drafter.weights, unread=drafter.unread, family=family)
     row = drafter.engines.get(backend.name)
     return here if row is None or (row.verdict == "served" and here.verdict in ("refused", "after convert")) else row

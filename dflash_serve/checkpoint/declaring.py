@@ -31,23 +31,26 @@ LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 WHOLE = ("lm_head", "embed_tokens")  # modules of the target that engines put beside a drafter's own
 
 
-def declarations(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> dict[str, dict[str, object]]:
+def declarations(
+    config: DrafterConfig, quantised: Mapping[str, Scheme], behind: int | None = None
+) -> dict[str, dict[str, object]]:
     """File -> its keys that say how the weights are stored; {} for a drafter that is not quantised.
 
     Args:
         config: the drafter.
         quantised: our names of its quantised modules -> their storage, of one format and one layout.
+        behind: layers of the target, behind which an engine (vLLM) numbers the drafter's; None = no such names.
     """
     if not quantised:
         return {}
     first, dense = next(iter(quantised.values())), dense_modules(config, quantised)
     if first.layout == "modelopt":
-        facts = _modelopt(first, list(_listed(dense, config.num_layers, "*.{}")))
+        facts = _modelopt(first, list(_listed(dense, config.num_layers, "*{}", behind)))
         inline = {"quant_method": "modelopt", **facts, "ignore": facts["exclude_modules"]}
         return {"config.json": {IN_CONFIG: inline}, QUANT_CONFIG: {"quantization": facts}}
     if first.layout == "fp8":
-        return {"config.json": {IN_CONFIG: _fp8(first, list(_listed(dense, config.num_layers, "")))}}
-    ignore = list(_listed(dense, config.num_layers, r"re:(.*\.)?{}$"))
+        return {"config.json": {IN_CONFIG: _fp8(first, list(_listed(dense, config.num_layers, "", behind)))}}
+    ignore = list(_listed(dense, config.num_layers, r"re:(.*\.)?{}$", behind))
     return {"config.json": {IN_CONFIG: _compressed_tensors(quantised, ignore)}}
 
 
@@ -118,20 +121,30 @@ def _inputs(scheme: Scheme) -> dict[str, object] | None:
     return {**common, "dynamic": False, "strategy": "tensor"} if scheme.static_inputs else common
 
 
-def _listed(dense: Sequence[str], layers: int, pattern: str) -> Iterator[str]:
-    # Names of modules in bf16: by `pattern` where it is there and they are so in all layers, else one by one.
+def _listed(dense: Sequence[str], layers: int, pattern: str, behind: int | None) -> Iterator[str]:
+    # Modules in bf16, products of engines' own among them. Where a kind is so in all layers: its last name alone, which
+    # is all that SGLang has, or a `pattern` that matches it; else, and for lists of whole names, each layer's.
     kinds: dict[str, list[str]] = {}
     for module in dense:
         found = LAYER.fullmatch(module)
         kinds.setdefault(found[2] if found else module, []).append(module)
     for fused, parts in FUSED.items():
         for parent in ("self_attn", "mlp"):
-            group = [f"{parent}.{part}" for part in parts]
-            if all(len(kinds.get(one, ())) == layers for one in group):
-                kinds[f"{parent}.{fused}"] = [f"layers.{index}.{parent}.{fused}" for index in range(layers)]
+            group = [{LAYER.fullmatch(one)[1] for one in kinds.get(f"{parent}.{part}", ())} for part in parts]  # type: ignore[index]
+            if whole := set.intersection(*group):
+                kinds[f"{parent}.{fused}"] = [f"layers.{index}.{parent}.{fused}" for index in sorted(whole, key=int)]
     for kind, modules in kinds.items():
-        if pattern and LAYER.fullmatch(modules[0]) and len(modules) == layers:
-            yield pattern.format(re.escape(kind) if pattern.startswith("re:") else kind)
-        else:
-            yield from (name for module in modules for name in (module, f"model.{module}"))
+        last = kind.rpartition(".")[2]
+        in_all = LAYER.fullmatch(modules[0]) is not None and len(modules) == layers
+        if in_all:
+            yield pattern.format(re.escape(last) if pattern.startswith("re:") else last) if pattern else last
+        if not (in_all and pattern):
+            yield from (name for module in modules for name in _names(module, behind))
     yield from (name for one in WHOLE if one not in kinds for name in (one, f"model.{one}"))
+
+
+def _names(module: str, behind: int | None) -> list[str]:
+    found = LAYER.fullmatch(module)
+    if found is None or behind is None:
+        return [module, f"model.{module}"]
+    return [module, f"model.{module}", f"model.layers.{int(found[1]) + behind}.{found[2]}"]

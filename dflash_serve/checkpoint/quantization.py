@@ -396,7 +396,7 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
         block=block or FP8_BLOCK,
         symmetric=weights.get("symmetric") is not False,
         ordered=weights.get("actorder") == "group",
-        static_inputs=isinstance(inputs, dict) and inputs.get("dynamic") is False,
+        static_inputs=isinstance(inputs, dict) and inputs.get("dynamic") is not True,
     )
 
 

@@ -8,7 +8,7 @@ JSON, safetensors headers and, by numpy, values. `DIALECTS` is the registry of d
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,8 +119,16 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
             copies=checkpoint.dialect.copies_of_target,
             schemes=schemes,
         )
+        checkpoint.quantised = {name: _with_inputs(checkpoint, name) for name in checkpoint.quantised}
         checkpoint.problems += _storage_problems(checkpoint)
     return checkpoint
+
+
+def _with_inputs(checkpoint: Checkpoint, module: str) -> Scheme:
+    # ModelOpt's files do not say whether activations have scales; the tensors do.
+    scheme = checkpoint.quantised[module]
+    has_scale = scheme.layout == "modelopt" and f"{module}.input_scale" in checkpoint.pieces
+    return replace(scheme, static_inputs=True) if has_scale else scheme
 
 
 def _storage_problems(checkpoint: Checkpoint) -> list[Problem]:
@@ -339,8 +347,17 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Weight]:
     Raises:
         UserError: the checkpoint has problems.
     """
+    return _with_scales(stored_of(checkpoint), checkpoint.quantised)
+
+
+def stored_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every tensor of a drafter by our name as it is stored, scales of quantised modules among them.
+
+    Raises:
+        UserError: the checkpoint has problems.
+    """
     raise_problems(checkpoint.problems, hint=HINT)
-    return _with_scales(_read_all(checkpoint), checkpoint.quantised)
+    return _read_all(checkpoint)
 
 
 def load_weights(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, dict[str, Weight]]:

@@ -29,6 +29,7 @@ def write_drafter(
     target: str | None = None,
     overwrite: bool = False,
     quantised: Mapping[str, Scheme] | None = None,
+    behind: int | None = None,
     dry_run: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors, first into a folder beside `folder`, which then takes its name.
@@ -41,6 +42,7 @@ def write_drafter(
         target: hub id or folder of the target, for dialects that name it.
         overwrite: replace an existing checkpoint.
         quantised: our names of quantised modules -> their storage.
+        behind: as for `declaring.declarations`.
         dry_run: check everything and write nothing.
 
     Raises:
@@ -54,7 +56,7 @@ def write_drafter(
     quantised = quantised or {}
     _check_tensors(config, tensors, quantised)
     _check_destination(folder, overwrite)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(tensors["hidden_norm.weight"].dtype).removeprefix("torch.")
     added = {}
     if dialect == "speculators" and config.draft_vocabulary is not None:
         from dflash_serve.checkpoint.conversions import target_mask
@@ -63,7 +65,7 @@ def write_drafter(
     if dry_run:
         return
     files = {"config.json": {**fields, "dtype": dtype, "torch_dtype": dtype}}
-    for name, declared in declarations(config, quantised).items():
+    for name, declared in declarations(config, quantised, behind).items():
         files[name] = {**files.get(name, {}), **declared}
     try:
         with whole_folder(folder) as scratch:

@@ -13,15 +13,15 @@ from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_notes
+from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_notes, precision_of_training
 from dflash_serve.adapter.registry import backend, installed
-from dflash_serve.adapter.verdicts import verdict
+from dflash_serve.adapter.verdicts import checkpoint_verdict, verdict
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
@@ -48,11 +48,29 @@ LAYOUT = "Quantiser whose layout quantised weights are written in; its own unles
 OWN_HEAD = "lm_head.weight"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 Verdicts = Mapping[str, EngineVerdict]  # By backend
+BF16 = "bf16"  # Precision of a target that is not quantised, in the catalogue's words
 LEAD = {
     **{"after convert": "after `convert` by", "engine alone": "by the engine's own command, not through dflash-serve,"},
     **{"refused": "not by", "not known": "not known of"},
 }
 """Verdict -> the words before the engine that it is of."""
+
+
+class Precisions(NamedTuple):
+    """Formats of the weights of a target; None = not known."""
+
+    trained: str | None  # Of the one that the drafter was trained beside, by the catalogue
+    given: str | None  # Of the one that it is inspected for
+
+    @property
+    def words(self) -> str | None:
+        """A line for a person; None = nothing to say."""
+        if self.given is None:
+            return None if self.trained is None else f"a target with {self.trained} weights"
+        if self.trained is None:
+            return f"not known; this target has {self.given} weights"
+        same = "as this target has" if self.trained == self.given else f"and this target has {self.given}"
+        return f"a target with {self.trained} weights, {same}"
 
 
 class To(StrEnum):
@@ -136,22 +154,27 @@ def inspect(
     with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes: list[str] = []
+    family, pairing = None, Precisions(precision_of_training(drafter), None)
     if target is not None and checkpoint.config is not None:
         try:
             shape = _shape(target)
+            family = shape.model_type
             problems += check_pairing(checkpoint.config, shape)
             notes += pairing_notes(checkpoint.config, shape)
-            notes += precision_notes(drafter, target, read_target_format(target_described(target)))
+            precision = read_target_format(target_described(target)) or BF16
+            pairing = Precisions(pairing.trained, precision)
+            notes += precision_notes(drafter, target, precision)
             if _has_own_head(checkpoint) and find_spec("torch") is None:
                 notes.append("its lm_head was not compared with the target's: that needs PyTorch (extra [torch])")
             elif _has_own_head(checkpoint):
                 problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
             problems.append(error.problem())
+    engines = {name: checkpoint_verdict(backend(name), checkpoint, family) for name in installed()}
     if as_json:
-        typer.echo(json.dumps(_as_json(checkpoint, problems, notes), indent=2))
+        typer.echo(json.dumps(_as_json(checkpoint, problems, notes, engines, pairing), indent=2))
     else:
-        _print(checkpoint, problems, notes, quiet=quiet)
+        _print(checkpoint, problems, notes, engines, pairing, quiet=quiet)
     if problems:
         raise typer.Exit(1)
 
@@ -356,7 +379,9 @@ def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     return parameters, sum(header.bytes for header in checkpoint.headers.values())
 
 
-def _as_json(checkpoint: Checkpoint, problems: list[Problem], notes: list[str]) -> dict[str, object]:
+def _as_json(
+    checkpoint: Checkpoint, problems: list[Problem], notes: list[str], engines: Verdicts, pairing: Precisions
+) -> dict[str, object]:
     parameters, size = _sizes(checkpoint)
     config, dialect, quantization = checkpoint.config, checkpoint.dialect, checkpoint.quantization
     return {
@@ -366,22 +391,41 @@ def _as_json(checkpoint: Checkpoint, problems: list[Problem], notes: list[str]) 
         "config": None if config is None else config.model_dump(mode="json"),
         "parameters": parameters,
         "bytes": size,
+        "target_precision": pairing._asdict(),
+        "engines": {name: each.model_dump() for name, each in engines.items()},
         "problems": [asdict(problem) for problem in problems],
         "notes": notes,
     }
 
 
-def _print(checkpoint: Checkpoint, problems: list[Problem], notes: list[str], *, quiet: bool) -> None:
+def _print(
+    checkpoint: Checkpoint,
+    problems: list[Problem],
+    notes: list[str],
+    engines: Verdicts,
+    pairing: Precisions,
+    *,
+    quiet: bool,
+) -> None:
     console = Console(soft_wrap=True)
     if not quiet:
         for name, value in _rows(checkpoint):
             console.print(Text(f"{name:15}", style="bold").append(value, style="default"))
+        if pairing.words is not None:
+            console.print(Text(f"{'made beside':15}", style="bold").append(pairing.words, style="default"))
+        for name, each in engines.items():
+            console.print(Text(f"{name:15}", style="bold").append(_of_engine(each), style="default"))
         for note in notes:
             console.print(Text("note  ", style="bold yellow").append(note, style="default"))
     for line in listed(problems):
         console.print(Text("problem  ", style="bold red").append(line, style="default"))
     if not problems:
         console.print(Text("no problems found", style="green"))
+
+
+def _of_engine(each: EngineVerdict) -> str:
+    words = {"served": "served", "after convert": "after `convert`", "refused": "refused", "not known": "not known"}
+    return words.get(each.verdict, each.verdict) + (f": {each.why}" if each.why else "")
 
 
 def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from dflash_serve.adapter.registry import backend, installed
-from dflash_serve.adapter.verdicts import drafter_formats
+from dflash_serve.adapter.verdicts import serves_format
 from dflash_serve.checkpoint.files import MANIFEST, file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
 from dflash_serve.common.extras import import_extra
@@ -291,7 +291,7 @@ def write_deployments(recipe: BuildRecipe, sources: Mapping[str, Source], output
             fields["target"]["model"] = str(sources["target"].folder.absolute())
         path = output / f"serve-{format}.yaml"
         text = yaml.safe_dump(Deployment.model_validate(fields).model_dump(mode="json", exclude_unset=True))
-        loads = (one for one in backends if format == "bf16" or format in drafter_formats(one))
+        loads = (one for one in backends if format == "bf16" or serves_format(one, format))
         write_whole(path, f"# Engines that load this drafter: {', '.join(one.name for one in loads)}\n{text}")
         written.append(path)
     return written

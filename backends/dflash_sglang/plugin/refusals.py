@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_serve.adapter.checks import layer_problems
 from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
-from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import ALIASES
 from dflash_serve.errors import Problem
+from dflash_sglang.layouts import storage_problems
 from dflash_sglang.settings import head_problems
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def draft_problems(server_args: Any) -> list[Problem]:
     if checkpoint is None:
         return []
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
-    found += plain_only(checkpoint.quantization, "SGLang", str(checkpoint.folder))
+    found += storage_problems(checkpoint, 1, str(checkpoint.folder))
     config = checkpoint.config
     heads = [] if config is None else [*head_problems(config), *layer_problems(config, "SGLang")]
     return [*_dialect(checkpoint), *found, *heads, *_block_size(checkpoint, server_args)]
@@ -66,8 +66,7 @@ def _block_size(checkpoint: Checkpoint, server_args: Any) -> Iterator[Problem]:
 READ = {"encoder.fc.weight", "encoder.output_norm_enc.weight"}  # other names that it knows, without `model.` only
 LOADER = StrictLoader(
     spare=("rotary_emb.", "embed_tokens.", "lm_head.", ".k_scale", ".v_scale"),  # it takes the target's embedding, head
-    # Filled by a quantisation method if the checkpoint does not.
-    unfilled=("_scale", "_scale_inv", "_zero_point", "_scale_2", "k_scale", "v_scale"),
+    unfilled=("k_scale", "v_scale"),
     unread=ALIASES.keys() - READ | {f"model.{name}" for name in READ},
 )
 

@@ -7,15 +7,18 @@ from typing import Any
 
 from dflash_serve.adapter.checks import layer_problems
 from dflash_serve.checkpoint.loading import StrictLoader
-from dflash_serve.checkpoint.quantization import plain_only
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.errors import Problem
 from dflash_vllm.drafter_rules import drafter_problems
+from dflash_vllm.layouts import storage_problems
 
 EXACT = ("standard", "block")  # acceptance tests that change no distribution; `synthetic` and `fly` do
+OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+"""Endings of parameters that a quantisation method adds to attention for quantised keys and values."""
 LOADER = StrictLoader(
-    spare=("t2d", "d2t", "rotary_emb."), unfilled=("embed_tokens.weight", "lm_head.weight", "mask_embedding", "d2t")
+    spare=("t2d", "d2t", "rotary_emb."),
+    unfilled=("embed_tokens.weight", "lm_head.weight", "mask_embedding", "d2t", *OF_CACHE),
 )
 
 
@@ -27,7 +30,9 @@ def draft_problems(vllm_config: Any, checkpoint: Checkpoint | None) -> list[Prob
         what = f"rejection_sample_method {asked.rejection_sample_method} changes what the target would have said"
         found.append(Problem(what, where, "use standard"))
     if checkpoint is not None:
-        found += [*checkpoint.problems, *plain_only(checkpoint.quantization, "vLLM", str(checkpoint.folder))]
+        # vLLM itself says which devices, number formats and slices a layout does not run with.
+        where = str(checkpoint.folder)
+        found += [*checkpoint.problems, *storage_problems(checkpoint, 1, where, dtype="bfloat16", on_cpu=False)]
     if checkpoint is None or checkpoint.config is None:
         return found
     sizes = (target.get_vocab_size(), target.get_hidden_size(), target.get_total_num_hidden_layers())

@@ -18,7 +18,6 @@ from dflash_serve.adapter.protocol import InProcessBackend, ServerBackend
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint import reader
 from dflash_serve.checkpoint.files import read_headers
-from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
@@ -27,8 +26,8 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
 from tests.support.built import flip_last_byte, seal
-from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
-from tests.support.tiny import edit_json, tiny_drafter_config, write_quantized_drafter, write_tiny_drafter
+from tests.support.paper_models import write_paper_target
+from tests.support.tiny import edit_json, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm")
 READ_WHOLE = ("sglang", "vllm")
@@ -147,13 +146,6 @@ def test_a_renamed_tensor_is_found_before_launch(engine: str, fields: dict[str, 
     path = Path(fields["drafter"]["model"]) / "model.safetensors"
     save_file({name.replace("fc.", "project."): tensor for name, tensor in load(path.read_bytes()).items()}, path)
     assert "fc.weight" in problems(engine, fields)
-
-
-@whole_readers
-@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
-def test_a_quantised_drafter_is_found(engine: str, format: Format, fields: dict[str, Any], tmp_path: Path) -> None:
-    quantised = write_quantized_drafter(tmp_path / "quantised", format, tiny_drafter_config(**PAPER_DRAFTER))
-    assert f"quantised to {format.upper()}, " in problems(engine, fields, drafter={"model": str(quantised)})
 
 
 @whole_readers

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from dflash_serve.adapter.checks import pairing_notes
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import DIALECTS, read_config
+from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.target import TargetShape
-from dflash_serve.cli.drafters import To
+from dflash_serve.cli.drafters import Precisions, To
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
 from dflash_serve.models.loader import head_weight, load_drafter
@@ -26,6 +27,7 @@ from tests.support.tiny import (
     SLIDING,
     edit_json,
     tiny_drafter_config,
+    write_in_layout,
     write_quantized_drafter,
     write_tiny_drafter,
 )
@@ -291,3 +293,25 @@ def test_the_head_of_a_hub_target_is_fetched_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert head_weight("someone/model").shape == (4, 2)
     assert [name for name in asked if name.endswith("safetensors")] == ["b.safetensors"]
+
+
+def test_inspect_has_a_verdict_of_every_engine(drafter: Path, tmp_path: Path) -> None:
+    quantised = write_in_layout(tmp_path / "mxfp4", Scheme("mxfp4", "compressed-tensors"))
+    target = write_target(tmp_path / "target", hidden_size=64)
+    report = json.loads(run("inspect", quantised, "--target", target, "--json").output)
+    verdicts = {name: each["verdict"] for name, each in report["engines"].items()}
+    assert verdicts == {"sglang": "after convert", "tensorrt-llm": "after convert", "torch": "served", "vllm": "served"}
+    lines = run("inspect", quantised, "--target", target).output.splitlines()
+    assert "vllm           served" in lines
+    assert "made beside    not known; this target has bf16 weights" in lines
+    (sglang,) = [line for line in lines if line.startswith("sglang")]
+    assert sglang.startswith("sglang         after `convert`: SGLang has no MXFP4 product")
+    assert "dflash-serve convert --dequantise" in sglang
+    assert "vllm" not in run("inspect", drafter, "--quiet").output
+
+
+def test_inspect_says_for_which_precision_of_its_target_a_published_drafter_was_made() -> None:
+    assert Precisions("nvfp4", "fp8").words == "a target with nvfp4 weights, and this target has fp8"
+    assert Precisions("nvfp4", "nvfp4").words == "a target with nvfp4 weights, as this target has"
+    assert Precisions("nvfp4", None).words == "a target with nvfp4 weights"
+    assert Precisions(None, None).words is None

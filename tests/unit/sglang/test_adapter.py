@@ -70,7 +70,7 @@ def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
         (devices(16, data=2, tensor=8, nodes=2), "one node"),
         (devices(4, data=2, tensor=2, attention_data=True), "exclude each other"),
         (devices(1, "none"), "runs on GPUs"),
-        ({"drafter": {"quantization": "fp8"}}, "drafts are not quantised"),
+        ({"drafter": {"quantization": "fp8"}}, "the drafter's checkpoint is not quantised, not fp8"),
         ({"kv_cache": {"dtype": "nvfp4"}, **devices(1)}, "refuses DFlash on NVFP4 keys and values"),
         ({"kv_cache": {"dtype": "nvfp4"}, **devices(1, "h200")}, "h200 has no FP4"),
         ({"kv_cache": {"memory_fraction": 0.5}}, "kv_cache.memory_fraction: a share of the memory is asked for"),

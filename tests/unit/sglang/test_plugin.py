@@ -67,7 +67,8 @@ def test_the_adapter_needs_neither_sglang_nor_the_plug_in_and_neither_half_needs
         ),
         ([*TENSORS, f"{CODEBOOK}.weight"], [CODEBOOK], [f"{CODEBOOK}.weight"], [CODEBOOK]),
         (TENSORS, ["layers.0.attention_conv.base_kernel"], [], ["layers.0.attention_conv.base_kernel"]),
-        (TENSORS, ["fc.weight_scale", "fc.input_scale"], [], []),  # a quantisation makes them itself
+        (TENSORS, ["layers.0.self_attn.o_proj.weight_scale"], [], ["layers.0.self_attn.o_proj.weight_scale"]),
+        (TENSORS, ["layers.0.self_attn.attn.k_scale"], [], []),  # of quantised keys and values, which are optional
     ],
 )
 def test_every_tensor_and_parameter_is_accounted_for(
@@ -115,7 +116,7 @@ SLIDING = {"layers": [{"window": 6, "causal": True}] * 2}
         ({}, "speculators", None, "speculators' dialect, SGLang reads z-lab's"),
         (SLIDING, "modelopt", None, "written as ModelOpt does"),
         (HEADS["anchor-first"], "modelopt", None, "anchor-first slots without a Markov head"),
-        ({}, "fp8", None, "quantised to FP8, SGLang reads bf16"),
+        ({}, "fp8", None, None),
     ],
 )
 def test_drafts_that_sglang_would_read_wrongly_are_found(

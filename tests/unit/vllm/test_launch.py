@@ -71,7 +71,7 @@ def speculative(fields: dict[str, Any], **more: Any) -> Any:
         ({"parallel__attention_data": True}, "cannot agree on a width, and it drops the schedule"),
         ({"parallel__tensor": 3, "hardware__count": 3}, "16 attention heads cannot be split over 3 devices"),
         ({"parallel__data": 2, "hardware__count": 2}, "`dflash-serve deploy` makes 2 replicas of it"),
-        ({"drafter__quantization": "fp8"}, "quantised drafters are not covered"),
+        ({"drafter__quantization": "fp8"}, "the drafter's checkpoint is not quantised, not fp8"),
         ({"kv_cache__dtype": "nvfp4"}, "NVFP4 keys and values are not covered"),
         ({"kv_cache__memory_fraction": 0.5}, "not of which GPU"),
         ({"limits__max_num_tokens": 64}, "256 blocks of 8 slots are 2048 rows a step, max_num_tokens is 64"),

@@ -1,0 +1,90 @@
+"""Quantised drafters on SGLang 0.5.23: the table of layouts that its drafts load (tests/contract/test_layouts.py).
+
+`models/dflash.py` gives every product of a decoder layer its quantisation, and no name of a layer: one rule holds for
+all layers. `fc`, convolutions and heads are dense. Context K/V of quantised q/k/v are made by the whole product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dflash_serve.adapter.draft_layouts import (
+    DEQUANTISE,
+    SERVED,
+    Grid,
+    Layouts,
+    after_convert,
+    layers_differ,
+    layout_problems,
+    slice_problems,
+)
+from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.storage import Format
+from dflash_serve.errors import Problem
+
+from .facts import FACTS
+
+LAYOUTS: Layouts = {
+    ("compressed-tensors", "int8"): SERVED,
+    ("compressed-tensors", "w8a16"): SERVED,
+    ("compressed-tensors", "w4a16"): SERVED,
+    ("compressed-tensors", "fp8"): SERVED,
+    ("compressed-tensors", "fp8-block"): SERVED,
+    ("compressed-tensors", "nvfp4"): SERVED,
+    ("compressed-tensors", "mxfp4"): after_convert("SGLang has no MXFP4 product but of experts"),
+    ("modelopt", "fp8"): SERVED,
+    ("modelopt", "nvfp4"): SERVED,
+    ("fp8", "fp8"): SERVED,
+    ("fp8", "fp8-block"): SERVED,
+}
+"""What is not here is refused: `FP8_PB_WO` of ModelOpt, which modelopt_quant.py does not know."""
+METHODS: Mapping[str, str] = {"compressed-tensors": "compressed-tensors", "fp8": "fp8"}
+MODELOPT: Mapping[Format, str] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_fp4"}
+MARLIN: Mapping[Format, Grid] = {"w4a16": Grid(64, 128), "w8a16": Grid(64, 128)}
+"""Tiles of the one kernel that SGLang has for these (`verify_marlin_supports_shape`), whose answer it does not heed."""
+UNQUANTISED = "unquant"
+
+
+def method_of(checkpoint: Checkpoint | None) -> str:
+    """SGLang's value of --speculative-draft-model-quantization; it must be given, or a draft inherits the target's."""
+    quantization = checkpoint.quantization if checkpoint else None
+    if quantization is None:
+        return UNQUANTISED
+    return MODELOPT[quantization.format] if quantization.layout == "modelopt" else METHODS[quantization.layout]
+
+
+def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) -> Iterator[Problem]:
+    """Problems of how a drafter's weights are stored.
+
+    Args:
+        checkpoint: None = there is no drafter.
+        devices: over which a product is split.
+        where: the field or folder that names the drafter.
+    """
+    found = list(layout_problems(checkpoint, LAYOUTS, FACTS.title, where))
+    yield from found
+    if found or checkpoint is None or checkpoint.quantization is None:
+        return
+    yield from layers_differ(checkpoint, FACTS.title, where)
+    yield from _modelopt(checkpoint, where)
+    yield from slice_problems(checkpoint, devices, FACTS.title, MARLIN)
+    dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
+    if dense is not None:
+        yield Problem(f"{dense} is quantised, and SGLang's is dense", where, "`dflash-serve convert` writes it in bf16")
+    if any(not scheme.symmetric and scheme.format == "int8" for scheme in checkpoint.quantised.values()):
+        yield Problem("its INT8 weights have zero points, which SGLang does not read", where, DEQUANTISE)
+
+
+def _modelopt(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
+    for module, scheme in checkpoint.quantised.items():
+        if scheme.layout != "modelopt":
+            return
+        if scheme.strategy != "tensor":
+            what = f"{module} has an FP8 scale for each row, which SGLang reads in compressed-tensors' layout alone"
+            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it")
+            return
+        if f"{module}.input_scale" not in checkpoint.pieces:
+            # modelopt_quant.py fills it by the least number there is, and every product is 0.
+            what = f"{module} has no input_scale, which SGLang needs of ModelOpt's {scheme.format.upper()}"
+            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
+            return

@@ -1,0 +1,74 @@
+"""Quantised drafters on vLLM 0.32-0.33: the table of layouts that they load (tests/contract/test_layouts.py).
+
+`models/qwen3_dflash.py` quantises every product of a drafter, `fc` and convolutions too, by the drafter's own
+configuration. Its list of spared modules must name them as vLLM does: fused products, layers counted behind the
+target's (vllm#53116: drafts have no packed_modules_mapping). `prepare` writes such a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dflash_serve.adapter.draft_layouts import SERVED, Layouts, layout_problems, slice_problems
+from dflash_serve.checkpoint.catalogue import EngineVerdict
+from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.errors import Problem
+
+from .facts import FACTS
+
+OTHER_SCALES = EngineVerdict(
+    verdict="after convert",
+    why="vLLM reads ModelOpt's FP8 by block with scales of four dimensions; "
+    "`dflash-serve convert --layout compressed-tensors` writes what it loads",
+)
+LAYOUTS: Layouts = {
+    ("compressed-tensors", "int8"): SERVED,
+    ("compressed-tensors", "w8a16"): SERVED,
+    ("compressed-tensors", "w4a16"): SERVED,
+    ("compressed-tensors", "fp8"): SERVED,
+    ("compressed-tensors", "fp8-block"): SERVED,
+    ("compressed-tensors", "nvfp4"): SERVED,
+    ("compressed-tensors", "mxfp4"): SERVED,
+    ("modelopt", "fp8"): SERVED,
+    ("modelopt", "fp8-block"): OTHER_SCALES,
+    ("modelopt", "nvfp4"): SERVED,
+    ("fp8", "fp8"): SERVED,
+    ("fp8", "fp8-block"): SERVED,
+}
+ON_CPUS = {("compressed-tensors", "int8"), ("compressed-tensors", "fp8"), ("compressed-tensors", "w4a16")}
+"""Layouts for which vLLM 0.32 has kernels on CPUs in float32; W4A16 needs AVX-512."""
+
+
+def storage_problems(
+    checkpoint: Checkpoint | None, devices: int, where: str, *, dtype: str, on_cpu: bool
+) -> Iterator[Problem]:
+    """Problems of how a drafter's weights are stored.
+
+    Args:
+        checkpoint: None = there is no drafter.
+        devices: over which a product is split.
+        where: the field or folder that names the drafter.
+        dtype: of the model's activations.
+        on_cpu: vLLM runs on a CPU.
+    """
+    found = list(layout_problems(checkpoint, LAYOUTS, FACTS.title, where))
+    yield from found
+    if found or checkpoint is None or checkpoint.quantization is None:
+        return
+    yield from slice_problems(checkpoint, devices, FACTS.title)
+    quantization = checkpoint.quantization
+    if on_cpu and (quantization.layout, quantization.format) not in ON_CPUS:
+        what = f"vLLM has no kernel on CPUs for {quantization.words}"
+        yield Problem(what, where, "use a GPU, or `dflash-serve convert --dequantise` it")
+    elif dtype == "float32" and quantization.layout != "compressed-tensors":
+        what = f"vLLM runs {quantization.words} in bfloat16 and float16 only"
+        yield Problem(what, "hardware.dtype", "use bfloat16, or `dflash-serve convert --dequantise` the drafter")
+    for module, scheme in checkpoint.quantised.items():
+        if (
+            scheme.layout == "modelopt"
+            and f"{module}.input_scale" not in checkpoint.pieces
+            and scheme.strategy == "tensor"
+        ):
+            what = f"{module} has no input_scale, which vLLM needs of ModelOpt's {scheme.format.upper()}"
+            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
+            return

@@ -1,0 +1,111 @@
+"""Which quantised drafters SGLang and vLLM load is asked of their own classes: `LAYOUTS` of each backend says the same.
+
+A drafter of each layout is prepared as `serve` does it, and loaded by the engine's own loader with its own quantisation
+method; what follows is multiplied by stand-ins (`tests/support/*_kernels.py`) for kernels that CPUs have not.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_serve.adapter.launch import DRAFT
+from dflash_serve.adapter.registry import backend
+from dflash_serve.adapter.verdicts import QuantizedDrafterBackend, checkpoint_verdict
+from dflash_serve.checkpoint.reader import open_checkpoint
+from dflash_serve.deployment.description import Deployment
+from tests.support.draft_layouts import LAYOUTS, PUBLISHED, Layout, whole_blocks, write
+from tests.support.tiny import edit_json
+from tests.support.tiny_target import write_tiny_target
+
+ENGINE = next((name for name in ("sglang", "vllm") if find_spec(name)), "")
+pytestmark = pytest.mark.skipif(not ENGINE, reason="neither SGLang nor vLLM is installed")
+PLAIN = "plain"
+DENSE: dict[str, Collection[str]] = {"o_proj": ("o_proj",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
+"""Products that published drafters leave in bf16, in all layers."""
+MIXED = [(name, dense) for name in ("int8", "w4a16", "modelopt nvfp4", "hf fp8") for dense in DENSE]
+NAMES = [PLAIN, *LAYOUTS, *(f"{name} without {dense}" for name, dense in MIXED)]
+CLOSE = 0.01
+"""Relative error of products in bfloat16."""
+
+
+def layout_of(name: str) -> Layout | None:
+    return LAYOUTS.get(name.partition(" without ")[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and for each name a folder with a published drafter and, where we serve it, a prepared one."""
+    folder = tmp_path_factory.mktemp("layouts")
+    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+    edit_json(target / "config.json", {"hidden_size": 128})  # whole blocks; of the target no weight is loaded
+    config = whole_blocks(target)
+    for name in NAMES:
+        dense = DENSE.get(name.partition(" without ")[2], ())
+        write(folder / name, config, layout_of(name), dense=dense)
+        fields = {"target": {"model": str(target)}, "drafter": {"model": str(folder / name / PUBLISHED)}}
+        launch = backend(ENGINE).launch(Deployment.model_validate(fields))  # type: ignore[attr-defined]
+        if not launch.problems:
+            launch.prepare(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> dict[str, Any]:
+    """What the engine made of each prepared drafter, or of the published one where we do not serve it."""
+    drafts = {name: folder / name / DRAFT for name in NAMES}
+    drafts = {name: draft if draft.exists() else folder / name / PUBLISHED for name, draft in drafts.items()}
+    module = f"tests.support.{ENGINE}_layouts"
+    command = [sys.executable, "-m", module, str(folder / "target"), *map(str, drafts.values())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[str(draft)] for name, draft in drafts.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_loads_what_the_table_says_and_multiplies_with_its_numbers(
+    name: str, folder: Path, loaded: dict[str, Any]
+) -> None:
+    engine, found = backend(ENGINE), loaded[name]
+    checkpoint = open_checkpoint(folder / name / PUBLISHED)
+    verdict = checkpoint_verdict(engine, checkpoint, "qwen3")
+    if verdict.verdict != "served":
+        assert "error" in found, f"refused ({verdict.why}), and {ENGINE} loads it"
+        return
+    assert "error" not in found, found
+    assert max(found["errors"].values()) < CLOSE, found
+    layout = layout_of(name)
+    if layout is not None:
+        assert isinstance(engine, QuantizedDrafterBackend)
+        assert engine.layouts[layout.dialect, layout.format].verdict == "served"
+        assert "Unquantized" not in found["method"]
+
+
+def test_drafts_are_loaded_by_the_methods_that_the_command_names(folder: Path, loaded: dict[str, Any]) -> None:
+    if ENGINE != "sglang":
+        pytest.skip("vLLM is told nothing: it takes the method of the drafter's own config.json")
+    from dflash_sglang.layouts import method_of
+
+    for name in LAYOUTS:
+        if "error" not in loaded[name]:
+            # The test says `unquant`, and SGLang finds the same.
+            assert loaded[name]["quantization"] == method_of(open_checkpoint(folder / name / PUBLISHED))
+
+
+def test_vllm_alone_does_not_find_fc_in_the_list_of_compressed_tensors(folder: Path) -> None:
+    """`prepare` writes the list anew; this fails when vLLM needs that no more (vllm#53116)."""
+    if ENGINE != "vllm":
+        pytest.skip("asked of vLLM")
+    draft = folder / "int8" / PUBLISHED
+    module = [sys.executable, "-m", "tests.support.vllm_layouts"]
+    done = subprocess.run([*module, str(folder / "target"), str(draft)], capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])[str(draft)]["error"]
+    assert "missing: fc.weight_scale" in said

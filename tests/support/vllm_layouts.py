@@ -1,0 +1,94 @@
+"""vLLM's own class of drafters on a CPU: `python -m tests.support.vllm_layouts TARGET DRAFT ...`.
+
+Prints one JSON object: draft folder -> what vLLM made of it. A process of its own, because vLLM keeps its groups of
+processes and its platform for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.draft_layouts import PLAIN, errors, relative
+from tests.support.vllm_kernels import install
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
+    """The quantisation method, relative errors of products and of context keys and values; or vLLM's own error."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from vllm.utils.network_utils import get_open_port
+
+    speculative = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 3}
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    try:
+        given = EngineArgs(target, dtype="bfloat16", enforce_eager=True, speculative_config=speculative, **sizes)
+        config = given.create_engine_config()
+        with set_current_vllm_config(config):
+            if not began:
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
+                began.append(True)
+            model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+            found = dict(errors(model.model, draft.parent / PLAIN))
+            found["context"] = _context(model.model, draft.parent / PLAIN)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    down = model.model.layers[0].mlp.down_proj
+    scheme = getattr(down, "scheme", None)
+    method = type(down.quant_method if scheme is None else scheme).__name__
+    return {"method": method, "fc": type(model.model.fc.quant_method).__name__, "errors": found}
+
+
+def _context(model: Any, plain: Path) -> float:
+    """The relative error of the context's keys and values, before their norm, against those of the plain numbers."""
+    from safetensors.torch import load_file
+
+    numbers, layers = load_file(plain), len(model.layers)
+    states = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    mean = states.float().pow(2).mean(dim=-1, keepdim=True)
+    normed = (states.float() * torch.rsqrt(mean + model.config.rms_norm_eps)).to(torch.bfloat16)
+    normed = (normed * numbers["hidden_norm.weight"].to(torch.bfloat16)).float()
+    heads, size = model.config.num_key_value_heads, model.config.head_dim
+    model._hidden_norm_weight, ours = model.hidden_norm.weight.data, dict[str, Tensor]()
+    if hasattr(torch.ops._C, "rms_norm"):
+        keys, values = model._project_context_kv(states, len(states), layers, heads, size)
+        ours = {"k": keys.flatten(2).float(), "v": values.flatten(2).float()}
+    names = [f"layers.{index}.self_attn" for index in range(layers)]
+    expected = {
+        kind: torch.stack([normed @ numbers[f"{name}.{kind}_proj.weight"].T for name in names]) for kind in ours
+    }
+    return max((relative(ours[kind], expected[kind]) for kind in ours), default=0.0)
+
+
+def main() -> None:
+    """Loads every folder with the kernels of `vllm_kernels`."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    torch.accelerator.empty_cache = lambda: None  # asks for an accelerator
+    install(pytest.MonkeyPatch())
+    target, *drafts = sys.argv[1:]
+    began: list[bool] = []
+    print(json.dumps({draft: made(target, Path(draft), began) for draft in drafts}))
+
+
+if __name__ == "__main__":
+    main()
