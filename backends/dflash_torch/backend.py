@@ -60,7 +60,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         from .engine import start_engine
 
         try:
-            return start_engine(launch.with_batch_size())
+            return start_engine(launch.with_batch_size(), launch.checkpoint)
         except (MemoryError, RuntimeError) as error:
             raise readable(error) from None
 

@@ -23,6 +23,7 @@ from dflash_serve.adapter.last_run import KeptWidth, LastRun
 from dflash_serve.answers.chat_template import encode_text, render_messages
 from dflash_serve.answers.engine import Chunk, Prompt, RequestOutput, template_variables
 from dflash_serve.checkpoint.config import TransformerConfig
+from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.common.progress import doing
 from dflash_serve.deployment.description import Deployment
@@ -328,8 +329,12 @@ class EmbeddedEngine:
         return EmbeddedEngine(scheduler, self.tokenizer)
 
 
-def start_engine(deployment: Deployment) -> EmbeddedEngine:
-    """Loads and starts a deployment whose `EmbeddedLaunch` has no problems, with a `limits.max_batch_size`."""
+def start_engine(deployment: Deployment, opened: Checkpoint | None = None) -> EmbeddedEngine:
+    """Loads and starts a deployment whose `EmbeddedLaunch` has no problems, with a `limits.max_batch_size`.
+
+    Args:
+        opened: the drafter's files, where they are read already.
+    """
     model, entries = deployment.target, deployment.limits.max_batch_size
     assert entries is not None
     require_gpu(deployment)
@@ -349,7 +354,7 @@ def start_engine(deployment: Deployment) -> EmbeddedEngine:
     policy: WidthPolicy = FixedWidth(1)
     if uses_drafter(deployment):
         assert deployment.drafter is not None
-        name, revision = deployment.drafter.model, deployment.drafter.revision
+        name, revision = opened or deployment.drafter.model, deployment.drafter.revision
         with doing("loading the drafter"):
             loaded = load_drafter(name, revision=revision, dtype=kind[0], device=kind[1], dequantise=True)
             made = gpu_operators(loaded.config, *kind) if compiled else None

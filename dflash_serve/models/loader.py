@@ -20,7 +20,7 @@ from dflash_serve.checkpoint.files import (
     tokenizer_problems,
 )
 from dflash_serve.checkpoint.quantization import plain_target_only
-from dflash_serve.checkpoint.reader import finite_problem, load_tensors, open_checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint, finite_problem, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import local_folder, target_folder, target_source
 from dflash_serve.checkpoint.storage import FLOATS
 from dflash_serve.checkpoint.target_config import TargetConfig, read_target_headers, target_config
@@ -48,7 +48,7 @@ RENAMED = {
 
 
 def load_drafter(
-    folder_or_id: str | Path,
+    drafter_or_id: str | Path | Checkpoint,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -58,7 +58,7 @@ def load_drafter(
     """Loads a drafter of any dialect, in eval mode and without gradients; `dtype` None keeps the stored dtypes.
 
     Args:
-        folder_or_id: folder, hub id or alias.
+        drafter_or_id: folder, hub id or alias, or a checkpoint that is open already.
         dtype: of its weights.
         device: on which they are.
         revision: of a hub id.
@@ -67,7 +67,7 @@ def load_drafter(
     Raises:
         UserError: the first of its problems, and how many more there are.
     """
-    checkpoint = open_checkpoint(folder_or_id, revision)
+    checkpoint = drafter_or_id if isinstance(drafter_or_id, Checkpoint) else open_checkpoint(drafter_or_id, revision)
     tensors = load_tensors(checkpoint, (dtype or torch.bfloat16) if dequantise else None)
     assert checkpoint.config is not None
     with torch.device("meta"):

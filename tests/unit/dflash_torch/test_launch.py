@@ -167,10 +167,9 @@ def test_a_prepared_folder_leaves_an_open_number_to_the_machine_that_serves(
     assert chosen.value == ("as many as fit" if driver else "32")
 
 
-def test_serve_reads_drafter_and_weights_once_before_it_becomes_the_server(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server reads them again: only files and variables go through exec."""
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
+    """How many times Python opens each file."""
     read: Counter[Path] = Counter()
     opened: Callable[..., Any] = io.open
 
@@ -180,6 +179,13 @@ def test_serve_reads_drafter_and_weights_once_before_it_becomes_the_server(
 
     monkeypatch.setattr(io, "open", counting)
     monkeypatch.setattr("builtins.open", counting)
+    return read
+
+
+def test_serve_reads_drafter_and_weights_once_before_it_becomes_the_server(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[Path]
+) -> None:
+    """Its server reads them again: only files and variables go through exec."""
     monkeypatch.setattr(serve, "become", lambda *_: None)
     target, drafter = folders
     words = ["serve", "--target", str(target), "--drafter", str(drafter), "--folder", str(tmp_path / "prepared")]
@@ -188,6 +194,13 @@ def test_serve_reads_drafter_and_weights_once_before_it_becomes_the_server(
     weights = "model.safetensors"
     once = (drafter / "config.json", drafter / weights, target / "config.json", target / weights)
     assert [read[path] for path in once] == [1, 1, 1, 1]
+
+
+def test_an_engine_reads_its_drafters_description_once(folders: tuple[Path, Path], read: Counter[Path]) -> None:
+    target, drafter = folders
+    described = {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+    backend.engine(Deployment.model_validate({**described, "limits": {"max_batch_size": 2}}))
+    assert read[drafter / "config.json"] == 1
 
 
 @pytest.mark.parametrize(
