@@ -226,8 +226,7 @@ def convert(
             raise UserError("the drafter's head must be the target's", where="--full-vocabulary", do=do)
         config, tensors = with_full_vocabulary(config, tensors, head_weight(target))
     if markov_head is not None:
-        fresh = markov_head is MarkovHeadKind.fresh
-        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=fresh)
+        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=markov_head is MarkovHeadKind.fresh)
     tensors = {**{name: tensor for name, tensor in tensors.items() if not tensor.is_meta}, **weights.stored}
     as_named = partial(write_drafter, dialect=to.value, target=target, overwrite=overwrite, dry_run=dry_run)
     as_named(destination, config, tensors, quantised=weights.schemes)
