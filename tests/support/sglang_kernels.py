@@ -32,7 +32,8 @@ def numbers(layer: Any) -> Tensor:
         bits: int = 32 // layer.scheme.pack_factor
         shifts = torch.arange(32 // bits) * bits
         whole = ((stored.long()[..., None] >> shifts) & (2**bits - 1)) - 2 ** (bits - 1)
-        return (whole.float().view(*scale.shape, -1) * scale[..., None].float()).view(len(stored), -1)
+        found: Tensor = (whole.float().view(*scale.shape, -1) * scale[..., None].float()).view(len(stored), -1)
+        return found
     if stored.dtype == torch.uint8:
         of_tensor = given["weight_scale_2"] if "weight_scale_2" in given else 1 / given["weight_global_scale"]
         values = unpack_fp4(stored)
