@@ -224,6 +224,12 @@ class Quantization:
         """Format and layout, for messages."""
         return f"{self.format.upper()} ({LAYOUTS[self.layout]})"
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """The same for JSON."""
+        kept = {"format": self.format, "layout": self.layout, "excluded": list(self.excluded)}
+        return {**kept, "kv_cache": self.kv_cache}
+
     def scheme(self, module: str) -> Scheme:
         """Storage of a module that is quantised: of the group that names it, else of the one that names its class."""
         for patterns, scheme in self.groups:
@@ -386,7 +392,7 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
         format,
         "compressed-tensors",
         "tensor" if format in GROUPS else STRATEGIES.get(strategy, "tensor"),
-        group=size if strategy == "group" and isinstance(size, int) else 0,
+        group=size if strategy == "group" and isinstance(size, int) and format not in GROUPS else 0,
         block=block or FP8_BLOCK,
         symmetric=weights.get("symmetric") is not False,
         ordered=weights.get("actorder") == "group",

@@ -27,8 +27,8 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
+from dflash_serve.checkpoint.storage import KV_SCALES, LEAVES
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
-from dflash_serve.checkpoint.tensors import SCALES
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
@@ -226,7 +226,7 @@ def convert(
             raise UserError("the drafter's head must be the target's", where="--full-vocabulary", do=do)
         config, tensors = with_full_vocabulary(config, tensors, head_weight(target))
     if markov_head is not None:
-        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=markov_head is MarkovHeadKind.fresh)
+        config, tensors = with_markov_head(config, tensors, rank=markov_rank, fresh=markov_head == "fresh")
     tensors = {**{name: tensor for name, tensor in tensors.items() if not tensor.is_meta}, **weights.stored}
     as_named = partial(write_drafter, dialect=to.value, target=target, overwrite=overwrite, dry_run=dry_run)
     as_named(destination, config, tensors, quantised=weights.schemes)
@@ -370,9 +370,12 @@ def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
 
 
 def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Parameters and bytes of everything stored; scales are no parameters, and a byte of NVFP4 holds two."""
-    weights = [header for name, header in checkpoint.headers.items() if not name.endswith(SCALES)]
-    parameters = sum(prod(header.shape) * (2 if header.dtype == "U8" else 1) for header in weights)
+    """Parameters and bytes of everything stored; scales are no parameters, and packed numbers count one by one."""
+    beside = {*LEAVES, *KV_SCALES} - {"weight_packed"}
+    weights = [header for name, header in checkpoint.headers.items() if name.rpartition(".")[2] not in beside]
+    w4a16 = checkpoint.quantization is not None and checkpoint.quantization.format == "w4a16"
+    packed = {"U8": 2, "I32": 8 if w4a16 else 4}
+    parameters = sum(prod(header.shape) * packed.get(header.dtype, 1) for header in weights)
     return parameters, sum(header.bytes for header in checkpoint.headers.values())
 
 
@@ -384,7 +387,7 @@ def _as_json(
     return {
         "path": str(checkpoint.folder),
         "dialect": None if dialect is None else dialect.name,
-        "quantization": None if quantization is None else asdict(quantization),
+        "quantization": None if quantization is None else quantization.facts,
         "config": None if config is None else config.model_dump(mode="json"),
         "parameters": parameters,
         "bytes": size,

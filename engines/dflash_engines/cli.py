@@ -255,10 +255,12 @@ def _drafters(recipe: BuildRecipe) -> Iterator[Step]:
 
             return round_drafter(work, format) if is_integer(format) else quantize_drafter(work, format)
 
-        made_of, tools, about = ("drafter", "drafter-ranges"), MODELOPT, "in ModelOpt's layout"
         if is_integer(format):
-            made_of, tools, about = ("drafter",), ("torch",), "in compressed-tensors' layout, from its weights alone"
-        yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, tools, 3, about)
+            about = "in compressed-tensors' layout, from its weights alone"
+            yield Step(f"drafter-{format}", drafter, ("drafter",), {"format": format}, ("torch",), 3, about)
+        else:
+            made_of, about = ("drafter", "drafter-ranges"), "in ModelOpt's layout"
+            yield Step(f"drafter-{format}", drafter, made_of, {"format": format}, MODELOPT, 3, about)
     if build.acceptance and build.acceptance.prompts:
         wanted = build.acceptance
 

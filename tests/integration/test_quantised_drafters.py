@@ -19,8 +19,8 @@ from tests.support.prompts import word_problems
 from tests.support.tiny import write_in_layout
 
 pytestmark = pytest.mark.model
-GREEDY = SamplingParams(temperature=0, max_tokens=64)
-LOSS = {"int8": 0.03, "fp8": 0.03, "w4a16": 0.1}
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+LOSS = {"int8": 0.05, "fp8": 0.05, "w4a16": 0.15}
 """Largest loss of acceptance length on these few prompts."""
 
 
@@ -46,12 +46,12 @@ def rounded(folder: Path, format: str) -> Path:
 
 
 MAKERS: Mapping[str, Callable[[Path, str], Path]] = {"int8": built, "w4a16": built, "fp8": rounded}
-PROMPTS = word_problems(12)
+PROMPTS = word_problems(6)
 
 
 def run(drafter: str) -> tuple[list[list[int]], list[list[int]], float]:
     """(tokens, tokens of plain decoding, acceptance length) at the whole block."""
-    llm = LLM("smollm2", drafter, width=8, dtype="float32", max_model_len=512, max_batch_size=12)
+    llm = LLM("smollm2", drafter, width=8, dtype="float32", max_model_len=512, max_batch_size=6)
     prompts = [llm.engine.tokenize(prompt) for prompt in PROMPTS]
     outputs = llm.generate(prompts, GREEDY)
     plain = [output.token_ids for output in answers(llm.engine.plain(), prompts, GREEDY)]
@@ -65,7 +65,7 @@ def unquantised() -> float:
     return run("smollm2")[2]
 
 
-@pytest.mark.parametrize("format", MAKERS)
+@pytest.mark.parametrize("format", ["int8", "fp8", pytest.param("w4a16", marks=pytest.mark.thorough)])
 def test_a_quantised_drafter_changes_no_token_and_little_acceptance(
     format: str, unquantised: float, tmp_path: Path
 ) -> None:

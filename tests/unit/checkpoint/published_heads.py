@@ -102,6 +102,7 @@ NEMOTRON_DSPARK: Raw = {
 def config_json(drafter: CataloguedDrafter) -> Raw:
     """Its config.json."""
     owner, _, name = drafter.repository.rpartition("/")
+    name = name.partition("-W4A16-")[0]  # a quantised copy
     if name in BY_NAME:
         return BY_NAME[name].config_json()
     if owner == "meta-models":

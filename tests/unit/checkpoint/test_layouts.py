@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from dflash_serve.checkpoint.config import expected_tensors
 from dflash_serve.checkpoint.formats import QuantizedTensor, pack_words, quantize, relative_error, unpack_words
 from dflash_serve.checkpoint.reader import load_tensors, load_weights, open_checkpoint
 from dflash_serve.checkpoint.storage import Layout, Scheme
+from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
 from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
 
@@ -68,6 +72,12 @@ def test_modules_in_bf16_are_by_their_tensors(scheme: Scheme, tmp_path: Path) ->
     assert (problems_of(folder), len(checkpoint.quantised), checkpoint.mislisted) == ([], 8, [])
     original, read = random_tensors(even_config()), load_tensors(checkpoint, torch.float32)
     assert torch.equal(read["layers.0.self_attn.k_proj.weight"], original["layers.0.self_attn.k_proj.weight"])
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W8A16 by group", "compressed NVFP4", "compressed MXFP4", "W8A8"])
+def test_packed_parameters_are_counted_one_by_one(name: str, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["inspect", str(write_in_layout(tmp_path / "d", SCHEMES[name][0])), "--json"])
+    assert json.loads(told.output)["parameters"] == sum(map(prod, expected_tensors(even_config()).values()))
 
 
 def test_a_list_that_contradicts_the_tensors_is_known(tmp_path: Path) -> None:

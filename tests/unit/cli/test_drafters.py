@@ -91,7 +91,7 @@ def test_a_sound_quantised_drafter_has_no_problems_and_says_how_it_is_quantised(
     assert result.exit_code == 0
     assert re.search(rf"quantisation +{format.upper()}; fc in bf16", result.output)
     report = json.loads(run("inspect", folder, "--json").output)
-    assert report["quantization"] == {"format": format, "excluded": ["fc"], "kv_cache": None}
+    assert report["quantization"] == {"format": format, "layout": "modelopt", "excluded": ["fc"], "kv_cache": None}
     plain = write_tiny_drafter(tmp_path / "plain", tiny_drafter_config(intermediate_size=64))
     assert report["parameters"] == json.loads(run("inspect", plain, "--json").output)["parameters"]
 
