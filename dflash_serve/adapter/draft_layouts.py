@@ -34,7 +34,7 @@ def after_convert(why: str) -> EngineVerdict:
     return EngineVerdict(verdict="after convert", why=f"{why}; {DEQUANTISE}")
 
 
-def layout_verdict(layouts: Layouts, layout: Layout | None, format: str, title: str) -> EngineVerdict:
+def layout_verdict(layouts: Layouts, layout: str | None, format: str, title: str) -> EngineVerdict:
     """The verdict on a layout.
 
     Args:
@@ -48,7 +48,7 @@ def layout_verdict(layouts: Layouts, layout: Layout | None, format: str, title: 
         return found.pop()
     if found:
         return EngineVerdict(verdict="not known", why=f"the quantiser of its {format} weights is not known")
-    by = "" if layout is None else f" by {NAMES[layout]}"
+    by = next((f" by {words}" for name, words in NAMES.items() if name == layout), "")
     return after_convert(f"its weights are {format}{by}, in which {title} loads no drafter")
 
 

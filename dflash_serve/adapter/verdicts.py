@@ -9,7 +9,6 @@ from dflash_serve.adapter.protocol import Backend
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogued_target
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import Checkpoint
-from dflash_serve.checkpoint.storage import Layout
 from dflash_serve.errors import Problem
 
 PLAIN = ("bf16", "fp16", "fp32")
@@ -49,7 +48,7 @@ def rule(
     weights: str | None,
     unread: str | None,
     family: str | None,
-    layout: Layout | None = None,
+    layout: str | None = None,
 ) -> EngineVerdict:
     """An engine's verdict on a drafter, by the checks that its backend makes.
 

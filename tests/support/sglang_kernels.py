@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.functional import linear
 
 from dflash_serve.checkpoint.formats import GROUP, unpack_fp4
@@ -24,16 +23,17 @@ SCHEMES = ("W8A8Int8", "WNA16", "W8A8Fp8", "W8A16Fp8", "W4A4Fp4", "W4A16Fp4")
 BLOCK = 128
 
 
-def numbers(layer: Module) -> Tensor:
+def numbers(layer: Any) -> Tensor:
     """The weight [out, in] of a fused product, from its parameters as they were loaded."""
-    given = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
+    given: dict[str, Tensor] = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
     stored = given["weight_packed"] if "weight_packed" in given else given["weight"]
     scale = given["weight_scale_inv"] if "weight_scale_inv" in given else given["weight_scale"]
     if stored.dtype == torch.int32:
-        bits = 32 // layer.scheme.pack_factor
+        bits: int = 32 // layer.scheme.pack_factor
         shifts = torch.arange(32 // bits) * bits
         whole = ((stored.long()[..., None] >> shifts) & (2**bits - 1)) - 2 ** (bits - 1)
-        return (whole.float().view(*scale.shape, -1) * scale[..., None].float()).view(len(stored), -1)
+        found: Tensor = (whole.float().view(*scale.shape, -1) * scale[..., None].float()).view(len(stored), -1)
+        return found
     if stored.dtype == torch.uint8:
         of_tensor = given["weight_scale_2"] if "weight_scale_2" in given else 1 / given["weight_global_scale"]
         values = unpack_fp4(stored)
@@ -58,10 +58,10 @@ def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
 
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
-    def settle(self: Any, layer: Module) -> None:
+    def settle(self: Any, layer: Any) -> None:
         layer.numbers = numbers(layer)
 
-    def multiply(self: Any, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, layer.numbers.to(x.dtype), bias)
 
     for module, names in METHODS.items():

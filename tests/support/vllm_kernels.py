@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.functional import linear
 
 from dflash_serve.checkpoint.formats import FP8_MAX, GROUP, unpack_fp4
@@ -22,7 +21,8 @@ def _offset_binary(words: Tensor, bits: int) -> Tensor:
     """int32 [out, in * bits / 32] -> whole numbers [out, in]."""
     shifts = torch.arange(32 // bits) * bits
     values = (words.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)
-    return (values - 2 ** (bits - 1)).reshape(len(words), -1).float()
+    numbers: Tensor = (values - 2 ** (bits - 1)).reshape(len(words), -1).float()
+    return numbers
 
 
 def _rounded(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,12 +51,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             return (not c.zero_points, "has zero points")
 
-        def process_weights_after_loading(self, layer: Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             words, scale, _ = self._get_weight_params(layer)
             values = _offset_binary(words.data, self.config.weight_type.size_bits)
             layer.numbers = (values.view(*scale.shape, -1) * scale.data[..., None].float()).view(values.shape)
 
-        def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(x, layer.numbers.to(x.dtype), bias)
 
     class Int8(Int8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -70,11 +70,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             return (c.input_symmetric, "is not symmetric")
 
-        def process_weights_after_loading(self, layer: Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             weight, scale, *_ = self._get_layer_params(layer)
             layer.numbers = weight.data.float() * scale.data.view(-1, 1)
 
-        def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(x, layer.numbers.to(x.dtype), bias)
 
     class Fp8(FP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         def apply_scaled_mm(self, **given: Any) -> Tensor:
             raise AssertionError("apply_weights does it")
 
-        def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             weight, scale, *_ = self._get_layer_params(layer)
             return linear(x, (weight.t().float() * scale.reshape(-1, 1).float()).to(x.dtype), bias)
 
@@ -120,12 +120,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:
             return YES
 
-        def process_weights_after_loading(self, layer: Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             scales = layer.weight_scale.data.float() * layer.weight_global_scale.float()
             values = unpack_fp4(layer.weight.data)
             layer.numbers = (values.view(*scales.shape, GROUP) * scales[..., None]).view(values.shape)
 
-        def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(x, layer.numbers.to(x.dtype), bias)
 
     class MxFp4(MxFp4LinearKernel):  # type: ignore[misc]
@@ -139,12 +139,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:
             return YES
 
-        def process_weights_after_loading(self, layer: Module) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             scales = (layer.weight_scale.data.float() - 127).exp2()
             values = unpack_fp4(layer.weight.data)
             layer.numbers = (values.view(*scales.shape, 32) * scales[..., None]).view(values.shape)
 
-        def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(x, layer.numbers.to(x.dtype), bias)
 
     tables = {

@@ -10,11 +10,12 @@ from typing import Any, get_args
 import pytest
 
 from dflash_serve.adapter.draft_layouts import layout_verdict, stored_bytes
+from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict, rule
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
-from dflash_serve.checkpoint.storage import Format, Scheme
+from dflash_serve.checkpoint.storage import Format, Layout, Scheme
 from dflash_serve.deployment.description import Deployment
 from tests.support.draft_layouts import LAYOUTS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
@@ -27,7 +28,7 @@ IMPOSSIBLE = {
     ("fp8", "nvfp4"),
 }
 """Pairs that no quantiser writes, of the embedded engine's whole table."""
-CT = "compressed-tensors"
+CT: Layout = "compressed-tensors"
 W4A16 = Scheme("w4a16", CT, "group", group=32)
 INT8, W8A16 = Scheme("int8", CT, "channel"), Scheme("w8a16", CT, "channel")
 FP8_ROWS = Scheme("fp8", CT, "channel")
@@ -132,10 +133,17 @@ def test_slices_that_are_no_whole_groups_or_blocks_are_refused_with_the_product(
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_memory_counts_what_is_stored(engine: str, tmp_path: Path) -> None:
-    plain = server_backend(engine).launch(deployment(tmp_path / "plain", None)).memory  # type: ignore[attr-defined]
-    small = server_backend(engine).launch(deployment(tmp_path / "int8", INT8))  # type: ignore[attr-defined]
+    plain, small = (
+        server_backend(engine).launch(deployment(tmp_path / name, scheme))
+        for name, scheme in (("plain", None), ("int8", INT8))
+    )
+    assert isinstance(plain, EngineLaunch)
+    assert isinstance(small, EngineLaunch)
+    assert small.drafter is not None
+    assert small.memory is not None
+    assert plain.memory is not None
     assert small.memory.drafter == stored_bytes(small.checkpoint, small.drafter)
-    assert 0.5 < small.memory.drafter / plain.drafter < 0.8  # fc and the norms stay as they are
+    assert 0.5 < small.memory.drafter / plain.memory.drafter < 0.8  # fc and the norms stay as they are
 
 
 @pytest.mark.parametrize(
