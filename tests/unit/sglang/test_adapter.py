@@ -14,9 +14,8 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
-from dflash_sglang.launch import DRAFT_KERNELS
 from dflash_sglang.plugin import width_problems
-from dflash_sglang.settings import WIDTH_VARIABLE
+from dflash_sglang.settings import DRAFT_KERNELS, WIDTH_VARIABLE
 from tests.support.heads import HEADS
 from tests.support.paper_models import FP8, NVFP4, PAPER_DRAFTER, write_paper_drafter, write_paper_target
 from tests.support.tiny import edit_json, tiny_drafter_config, write_tiny_drafter
