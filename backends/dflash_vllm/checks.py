@@ -141,7 +141,7 @@ def _half(settings: VLLMSettings) -> Iterator[Problem]:
         what = f"vLLM verifies whole blocks of {block} slots on one half of a pair, not {width}"
         yield Problem(what, "speculation.width", f"set it to {block}, auto or off")
     if settings.drafter.family == "DSpark":
-        what = "vLLM's DSpark crashed on prefill halves, and was not tried since (vllm#48221)"
+        what = "vLLM's DSpark crashed on prefill halves with GPUs (docs/distributed.md), and was not tried since"
         yield Problem(what, "drafter.model", "serve whole, use a plain drafter, or --backend sglang")
     if settings.target.recurrent:
         what = "vLLM does not tell a drafter's K/V from the target's recurrent layers (vllm#57032)"
