@@ -413,7 +413,7 @@ def _with_scales(tensors: Mapping[str, Tensor], quantised: Mapping[str, Scheme])
     weights: dict[str, Weight] = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        if module not in modules:
+        if module not in modules or leaf == "bias":
             weights[name] = tensor
             continue
         modules[module][leaf] = tensor

@@ -344,7 +344,7 @@ def test_speculation_that_accepts_nothing_could_not_be_told(folders: Folders, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "http://a"], "give --without-url"),
+        (["--without-url", "http://a"], "a server with speculation is verified; give --url, too"),
         (["--url", "http://a", "--without-url", "http://a/v1"], "both are the same server"),
         (["--url", "http://a", "--without-url", "http://b", "--width", "8"], "running servers have their own"),
         (["--url", "http://127.0.0.1:9", "--without-url", "http://127.0.0.1:19"], "no answer"),

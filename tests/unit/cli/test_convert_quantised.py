@@ -86,7 +86,7 @@ def test_fp8_moves_between_layouts_with_its_bits(name: str, layout: Layout, tmp_
     before, after = plain(source), plain(tmp_path / "out")
     assert all(torch.equal(before[one], after[one]) for one in before)
     found = open_checkpoint(tmp_path / "out").quantised["layers.0.mlp.down_proj"]
-    assert (found.layout, found.static_inputs) == (layout, name == "fp8" and layout != "modelopt")
+    assert (found.layout, found.static_inputs) == (layout, name == "fp8")
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4 of compressed-tensors"])

@@ -69,7 +69,7 @@ class Reached(Exception):  # noqa: N818
 def folders(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where everything lies; engines and servers are stopped before they start."""
 
-    def stop(deployment: Deployment) -> NoReturn:
+    def stop(deployment: Deployment, *_: object) -> NoReturn:
         raise Reached(deployment)
 
     @contextmanager

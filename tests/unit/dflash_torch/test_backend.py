@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from dflash_serve.adapter.last_run import KeptWidth
-from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
 from dflash_torch import backend
-from tests.support.tiny import write_quantized_drafter
 
 
 def deployment(folders: tuple[Path, Path], **sections: Any) -> Deployment:
@@ -75,13 +73,6 @@ def test_measurements_that_auto_cannot_read_are_a_problem(
     (problem,) = backend.launch(deployment(folders)).problems
     assert value in str(problem)
     assert backend.launch(deployment(folders, speculation={"width": "off"})).problems == []
-
-
-def test_a_quantised_drafter_is_a_problem(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    config, _ = read_config(folders[1])
-    drafter = write_quantized_drafter(tmp_path / "fp8", "fp8", config)
-    (problem,) = backend.launch(deployment(folders, drafter={"model": str(drafter)})).problems
-    assert "quantised to FP8, the embedded backend reads bf16 drafters only" in str(problem)
 
 
 def test_a_gpu_that_is_not_there_is_refused(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,9 @@ def test_a_recipe_without_a_build_says_so() -> None:
     assert (told.exit_code, told.output) == (0, f"nothing to build in {path}\n")
 
 
-SERVERS = {field for field in CHANGED if field.partition(".")[0] in ("parallel", "kv_cache", "serving", "role")} | {
+SERVERS = {
+    field for field in CHANGED if field.partition(".")[0] in ("parallel", "kv_cache", "serving", "role", "pair")
+} | {
     *("limits.max_batch_size", "limits.max_queued_requests", "limits.max_num_tokens", "hardware.count"),
     *("target.quantization", "speculation.width"),
 }
