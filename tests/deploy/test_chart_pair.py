@@ -92,24 +92,24 @@ def test_the_halves_reach_each_other_and_the_router_reaches_them(manifests: list
     assert not [one for one in of_kind(manifests, "NetworkPolicy") if "-group-" in one["metadata"]["name"]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            {"backend": "vllm"},
-            "deployment.pair: the chart routes pairs of sglang, not of vllm; use dflash-serve deploy",
-        ),
-        ({"deployment.pair.decode": {"gpus": 16, "nodes": 3}}, "deployment.pair.decode: 16 devices do not spread"),
-        ({"deployment.role": "decode"}, "deployment.role: decode is one half of a pair; give both"),
-        ({"replicas": 2}, "replicas: each half of a pair has its own"),
-        (
-            {"autoscaling": {"kind": "keda", "prometheusAddress": "http://p:9090"}, "podMonitor": {"enabled": True}},
-            "autoscaling.kind: the halves of a pair have fixed numbers",
-        ),
-        ({"certify.enabled": True}, "certify.enabled: it compares one server"),
-        ({"inferencePool": {"enabled": True, "endpointPicker": "x"}}, "inferencePool.enabled: SGLang's router chooses"),
-        ({"secrets.apiKeys.name": "keys"}, "secrets.apiKeys.name: SGLang's router takes a key on its command line"),
-    ],
-)
+REFUSED: list[tuple[dict[str, object], str]] = [
+    (
+        {"backend": "vllm"},
+        "deployment.pair: the chart routes pairs of sglang, not of vllm; use dflash-serve deploy",
+    ),
+    ({"deployment.pair.decode": {"gpus": 16, "nodes": 3}}, "deployment.pair.decode: 16 devices do not spread"),
+    ({"deployment.role": "decode"}, "deployment.role: decode is one half of a pair; give both"),
+    ({"replicas": 2}, "replicas: each half of a pair has its own"),
+    (
+        {"autoscaling": {"kind": "keda", "prometheusAddress": "http://p:9090"}, "podMonitor": {"enabled": True}},
+        "autoscaling.kind: the halves of a pair have fixed numbers",
+    ),
+    ({"certify.enabled": True}, "certify.enabled: it compares one server"),
+    ({"inferencePool": {"enabled": True, "endpointPicker": "x"}}, "inferencePool.enabled: SGLang's router chooses"),
+    ({"secrets.apiKeys.name": "keys"}, "secrets.apiKeys.name: SGLang's router takes a key on its command line"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=[line[:60] for _, line in REFUSED])
 def test_what_a_pair_cannot_have_is_refused(changes: dict[str, object], line: str) -> None:
     assert line in refusal(changed(PAIR, changes))

@@ -16,6 +16,7 @@ import yaml
 from dflash_serve.deploying.chart import DASHBOARD, ENGINES, write_chart
 from dflash_serve.deploying.values_schema import values_schema
 from dflash_serve.errors import UserError
+from tests.deploy import test_chart_pair
 from tests.support.chart import BACKENDS, CHART, DIGEST, HELMS, case, changed, of_kind, refusal, render, whole_chart
 
 jsonschema: Any = import_module("jsonschema")
@@ -184,7 +185,8 @@ def test_all_problems_are_told_at_once() -> None:
 def test_every_refusal_of_the_templates_is_tried_here() -> None:
     text = (CHART / "templates" / "_validations.tpl").read_text()
     wheres = {line.split(":")[0] for line in text.splitlines() if re.match(r"[a-zA-Z.]+: ", line)}
-    tried = {line.split(":")[0] for line in [line for _, _, line in REFUSED + OF_OLD_KUBERNETES]}
+    lines = [*(line for _, _, line in REFUSED + OF_OLD_KUBERNETES), *(line for _, line in test_chart_pair.REFUSED)]
+    tried = {line.split(":")[0] for line in lines}
     need_another_engine_or_chart = {"autoscaling.runningPerReplica", "chart"}
     assert wheres - tried - need_another_engine_or_chart == set()
 
