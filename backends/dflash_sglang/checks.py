@@ -72,7 +72,7 @@ CAPTURING_FOR_DSPARK = {"BailingMoeV3ForCausalLM", "DeepseekV4ForCausalLM", "Kim
 def problems(settings: SGLangSettings) -> list[Problem]:
     """Problems of a launch: the drafter's own first, because the others may follow from them."""
     found = list(settings.checkpoint.problems) if settings.checkpoint else []
-    found += storage_problems(settings.checkpoint, settings.draft_devices, "drafter.model")
+    found += storage_problems(settings.checkpoint, settings.drafter_devices, "drafter.model")
     found += drafter_quantization_problems(
         settings.deployment, settings.checkpoint.quantization if settings.checkpoint else None
     )

@@ -14,12 +14,13 @@ from dflash_serve.adapter.draft_layouts import (
     Grid,
     Layouts,
     after_convert,
+    input_scale_problems,
     layers_differ,
     layout_problems,
     slice_problems,
 )
 from dflash_serve.checkpoint.reader import Checkpoint
-from dflash_serve.checkpoint.storage import Format
+from dflash_serve.checkpoint.storage import Format, Scheme
 from dflash_serve.errors import Problem
 
 from .facts import FACTS
@@ -37,7 +38,7 @@ LAYOUTS: Layouts = {
     ("fp8", "fp8"): SERVED,
     ("fp8", "fp8-block"): SERVED,
 }
-"""What is not here is refused: `FP8_PB_WO` of ModelOpt, which modelopt_quant.py does not know."""
+"""Other layouts are refused, such as `FP8_PB_WO` of ModelOpt, which modelopt_quant.py does not know."""
 METHODS: Mapping[str, str] = {"compressed-tensors": "compressed-tensors", "fp8": "fp8"}
 MODELOPT: Mapping[Format, str] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_fp4"}
 MARLIN: Mapping[Format, Grid] = {"w4a16": Grid(64, 128), "w8a16": Grid(64, 128)}
@@ -66,7 +67,11 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
     if found or checkpoint is None or checkpoint.quantization is None:
         return
     yield from layers_differ(checkpoint, FACTS.title, where)
-    yield from _modelopt(checkpoint, where)
+    by_row = next((name for name, one in checkpoint.quantised.items() if _is_by_row(one)), None)
+    if by_row is not None:
+        what = f"{by_row} has an FP8 scale for each row, which SGLang reads in compressed-tensors' layout alone"
+        yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it")
+    yield from input_scale_problems(checkpoint, FACTS.title, where)
     yield from slice_problems(checkpoint, devices, FACTS.title, MARLIN)
     dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
     if dense is not None:
@@ -75,16 +80,5 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
         yield Problem("its INT8 weights have zero points, which SGLang does not read", where, DEQUANTISE)
 
 
-def _modelopt(checkpoint: Checkpoint, where: str) -> Iterator[Problem]:
-    for module, scheme in checkpoint.quantised.items():
-        if scheme.layout != "modelopt":
-            return
-        if scheme.strategy != "tensor":
-            what = f"{module} has an FP8 scale for each row, which SGLang reads in compressed-tensors' layout alone"
-            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it")
-            return
-        if f"{module}.input_scale" not in checkpoint.pieces:
-            # modelopt_quant.py fills it by the least number there is, and every product is 0.
-            what = f"{module} has no input_scale, which SGLang needs of ModelOpt's {scheme.format.upper()}"
-            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
-            return
+def _is_by_row(scheme: Scheme) -> bool:
+    return scheme.layout == "modelopt" and scheme.strategy != "tensor"

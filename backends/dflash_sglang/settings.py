@@ -106,12 +106,6 @@ class SGLangSettings(EngineLaunch):
     alike = ALIKE
 
     @property
-    def draft_devices(self) -> int:
-        """Devices over which each product of the drafter is split."""
-        parallel = self.deployment.parallel
-        return 1 if parallel.attention_data else parallel.tensor
-
-    @property
     def algorithm(self) -> str | None:
         """DSPARK with a Markov head, else DFLASH, which finds DFlash2 by its architecture; None without speculation."""
         if self.drafter is None:

@@ -182,12 +182,6 @@ class TensorRTLLMSettings(EngineLaunch):
         return self.attention_backend == "TRTLLM" and sixteen_bits and self.release >= FROM_1_4
 
     @property
-    def drafter_devices(self) -> int:
-        """Devices that share the drafter: attention data parallelism gives each a whole one."""
-        parallel = self.deployment.parallel
-        return 1 if parallel.attention_data else parallel.tensor
-
-    @property
     def drafter_kv_heads(self) -> int:
         """The drafter's K/V heads on one device: its share, or one that neighbours repeat."""
         assert self.drafter is not None

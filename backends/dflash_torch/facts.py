@@ -60,7 +60,7 @@ REFUSALS = tuple(
         "the embedded backend has no such thing (given: {value!r})",
         INSTEAD.get(key, "leave it out, or serve with another --backend"),
     )
-    for key in (*deployment_keys(), "pair")
+    for key in ("pair", *deployment_keys())  # before the role that a half of a pair has, too
     if key not in HONOURED and not key.startswith("pair.")
 )
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_serve.adapter.draft_layouts import SERVED, Layouts, layout_problems, slice_problems
+from dflash_serve.adapter.draft_layouts import (
+    SERVED,
+    Layouts,
+    input_scale_problems,
+    layout_problems,
+    slice_problems,
+)
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.errors import Problem
@@ -63,12 +69,4 @@ def storage_problems(
     elif dtype == "float32" and quantization.layout != "compressed-tensors":
         what = f"vLLM runs {quantization.words} in bfloat16 and float16 only"
         yield Problem(what, "hardware.dtype", "use bfloat16, or `dflash-serve convert --dequantise` the drafter")
-    for module, scheme in checkpoint.quantised.items():
-        if (
-            scheme.layout == "modelopt"
-            and f"{module}.input_scale" not in checkpoint.pieces
-            and scheme.strategy == "tensor"
-        ):
-            what = f"{module} has no input_scale, which vLLM needs of ModelOpt's {scheme.format.upper()}"
-            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
-            return
+    yield from input_scale_problems(checkpoint, FACTS.title, where)

@@ -120,6 +120,19 @@ def layers_differ(checkpoint: Checkpoint | None, title: str, where: str) -> Iter
         yield Problem(what, where, DEQUANTISE)
 
 
+def input_scale_problems(checkpoint: Checkpoint, title: str, where: str) -> Iterator[Problem]:
+    """The problem of a ModelOpt product with a scale of the tensor and none of its activations.
+
+    SGLang fills it by the least number there is, and every product is 0 (modelopt_quant.py).
+    """
+    for module, scheme in checkpoint.quantised.items():
+        read = scheme.layout == "modelopt" and scheme.strategy == "tensor"
+        if read and f"{module}.input_scale" not in checkpoint.pieces:
+            what = f"{module} has no input_scale, which {title} needs of ModelOpt's {scheme.format.upper()}"
+            yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
+            return
+
+
 @dataclass(frozen=True)
 class Grid:
     """Multiples that an engine's kernels ask of a device's part of a product."""

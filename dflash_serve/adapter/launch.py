@@ -197,6 +197,12 @@ class EngineLaunch(Launch):
         return self.deployment.hardware.gpu == "none"
 
     @property
+    def drafter_devices(self) -> int:
+        """Devices that share the drafter: attention data parallelism gives each a whole one."""
+        parallel = self.deployment.parallel
+        return 1 if parallel.attention_data else parallel.tensor
+
+    @property
     def running_bytes(self) -> int:
         """Memory of a device beside weights and K/V."""
         return 0
@@ -206,8 +212,7 @@ class EngineLaunch(Launch):
         """The estimate for one device; None where the deployment does not name its GPU."""
         if self.gpu is None:
             return None
-        parallel = self.deployment.parallel
-        split = 1 if parallel.attention_data else parallel.tensor
+        split = self.drafter_devices
         each, shared = kv_bytes_each(self.deployment, self.target), min(split, self.target.kv_heads)
         shared = 1 if self.target.latent else shared
         most = max((layer.window or 0 for layer in self.target.kv_layers), default=0)
@@ -220,7 +225,7 @@ class EngineLaunch(Launch):
             drafter = stored_bytes(self.checkpoint, self.drafter) // split
             token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
         windows += states * self.target.state_bytes // split
-        weights = self.target.weight_bytes // parallel.tensor
+        weights = self.target.weight_bytes // self.deployment.parallel.tensor
         return MemoryEstimate(self.gpu.memory, weights, drafter, token, windows, self.running_bytes)
 
     @property

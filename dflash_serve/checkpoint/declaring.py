@@ -1,4 +1,4 @@
-"""What config.json and hf_quant_config.json say of a drafter's quantised weights, as they are written. No torch.
+"""Declarations of a drafter's quantised weights, as config.json and hf_quant_config.json have them. No torch.
 
 Modules that stay in bf16 are listed under every name that engines give them: with and without `model.`, and as parts of
 the products that engines fuse. A kind of module that is in bf16 in all layers is one pattern, because engines may
@@ -12,21 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG
+from dflash_serve.checkpoint.quantization import ALGORITHMS, PACKINGS
 from dflash_serve.checkpoint.storage import GROUPS, Scheme
 from dflash_serve.checkpoint.tensors import FUSED
 
-ALGORITHMS = {
-    ("fp8", "tensor"): "FP8",
-    ("fp8", "channel"): "FP8_PER_CHANNEL_PER_TOKEN",
-    ("fp8-block", "block"): "FP8_PB_WO",
-}
+NAMES = {stored: name for name, stored in ALGORITHMS.items()}
 """(format, strategy) -> ModelOpt's algorithm; NVFP4's depends on its activations."""
-PACKINGS = {
-    **{"fp8": "float-quantized", "fp8-block": "float-quantized", "int8": "int-quantized"},
-    **{"w4a16": "pack-quantized", "w8a16": "pack-quantized"},
-    **{"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"},
-}
-"""Format -> compressed-tensors' storage."""
+STORAGE = {format: name for name, formats in reversed([*PACKINGS.items()]) for format in formats}
+"""Format -> compressed-tensors' storage: the first that may hold it."""
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 WHOLE = ("lm_head", "embed_tokens")  # modules of the target that engines put beside a drafter's own
 
@@ -64,7 +57,7 @@ def dense_modules(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> lis
 
 def _modelopt(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
     nvfp4 = "NVFP4" if scheme.static_inputs else "W4A16_NVFP4"
-    algorithm = nvfp4 if scheme.format == "nvfp4" else ALGORITHMS[scheme.format, scheme.strategy]
+    algorithm = nvfp4 if scheme.format == "nvfp4" else NAMES[scheme.format, scheme.strategy]
     facts: dict[str, object] = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": list(excluded)}
     return {**facts, "group_size": GROUPS["nvfp4"]} if scheme.format == "nvfp4" else facts
 
@@ -84,7 +77,7 @@ def _compressed_tensors(quantised: Mapping[str, Scheme], ignore: Sequence[str]) 
         groups[f"group_{number}"] = {"targets": targets, **_arguments(scheme), "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": PACKINGS[schemes[0].format],
+        "format": STORAGE[schemes[0].format],
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),

@@ -226,7 +226,7 @@ class Quantization:
 
     @property
     def facts(self) -> dict[str, object]:
-        """The same for JSON."""
+        """Format, layout, excluded modules and K/V format, for JSON."""
         kept = {"format": self.format, "layout": self.layout, "excluded": list(self.excluded)}
         return {**kept, "kv_cache": self.kv_cache}
 

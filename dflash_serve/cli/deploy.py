@@ -13,7 +13,6 @@ import typer
 import yaml
 
 from dflash_serve.adapter.launch import HINT
-from dflash_serve.adapter.refusals import refusal_problems
 from dflash_serve.adapter.registry import installed, server_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
@@ -73,8 +72,6 @@ def deploy(
     described = options.load_described(deployment, options.engine_arguments(context, backend_name), quiet=quiet)
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
-    refused = refusal_problems(workload.deployment, chosen.facts.refusals)
-    raise_problems([problem for problem in refused if problem.where == "pair"])  # its halves have roles as well
     launches = [chosen.launch(half) for half in both_halves(workload.deployment)]
     for launch in launches:
         raise_problems(launch.problems, hint=HINT)

@@ -424,8 +424,7 @@ def _print(
 
 
 def _of_engine(each: EngineVerdict) -> str:
-    words = {"served": "served", "after convert": "after `convert`", "refused": "refused", "not known": "not known"}
-    return words.get(each.verdict, each.verdict) + (f": {each.why}" if each.why else "")
+    return each.verdict.replace("convert", "`convert`") + (f": {each.why}" if each.why else "")
 
 
 def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:

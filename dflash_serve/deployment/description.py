@@ -236,7 +236,7 @@ class ServerPair(Frozen):
     """Prefill and decode on separate servers, both with the same target and drafter."""
 
     transfer: Literal["mooncake", "mooncake_tcp", "nixl"] | None = None
-    """How K/V goes from half to half; None = `mooncake` (RDMA) on SGLang, `nixl` on vLLM, which has no other here.
+    """Way of the K/V from half to half; None = `mooncake` (RDMA) on SGLang, `nixl` on vLLM, which has no other here.
     `mooncake_tcp` and `nixl` need no RDMA."""
     prefill: ServerHalf = ServerHalf()
     """Servers that read prompts."""

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> dict[str, Any]:
-    """What the engine made of each prepared drafter, or of the published one where we do not serve it."""
+    """The engine's result for each prepared drafter, or for the published one where we do not serve it."""
     drafts = {name: folder / name / DRAFT for name in NAMES}
     drafts = {name: draft if draft.exists() else folder / name / PUBLISHED for name, draft in drafts.items()}
     module = f"tests.support.{ENGINE}_layouts"

@@ -45,7 +45,7 @@ PREFILL, MEETING = free_port(), free_port()
 
 
 class Answers(NamedTuple):
-    """Of one server, or of several behind a router."""
+    """Tokens and counts of one server, or of several behind a router."""
 
     tokens: list[list[int]]
     counts: AcceptanceStatistics

@@ -1,4 +1,4 @@
-"""What a worker of NVIDIA Dynamo (1.6.1) tells about its engine: our counters, and how many tokens are drafted.
+"""Facts that a worker of NVIDIA Dynamo (1.6.1) tells about its engine: our counters, and the tokens of a draft.
 
 Dynamo starts SGLang in its worker's process. Its page of metrics hands on names that begin with `sglang:` alone
 (dynamo/sglang/publisher.py), and its planner reads the drafted tokens of a step from `speculative_num_steps`

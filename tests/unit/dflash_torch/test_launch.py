@@ -169,7 +169,7 @@ def test_a_prepared_folder_leaves_an_open_number_to_the_machine_that_serves(
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
-    """How many times Python opens each file."""
+    """Number of times that Python opens each file."""
     read: Counter[Path] = Counter()
     opened: Callable[..., Any] = io.open
 

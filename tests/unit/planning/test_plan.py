@@ -159,7 +159,7 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
 
 
 def test_a_pair_would_have_the_more_prefill_servers_the_longer_the_prompts(tmp_path: Path) -> None:
-    """Of 8 copies, and never none of either kind; engines without pairs are told nothing."""
+    """There are 8 copies, at least one of each kind; engines without pairs are told nothing."""
     words, found = (*PAIR, *LENGTH, "--gpu", "b200", "--count", "8", "--tensor", "1"), []
     for isl, osl in ((8000, 100), (1000, 1000), (100, 8000)):
         told = answer(tmp_path, *words, "--isl", str(isl), "--osl", str(osl))["cautions"]
