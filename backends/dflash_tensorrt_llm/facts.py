@@ -48,14 +48,6 @@ REFUSALS = (
         "leave it out, and let the collector of your logs parse text",
     ),
     Refusal(
-        "pair",
-        "a decoding server of TensorRT-LLM never sees the prompt's features, so acceptance silently drops"
-        " (TensorRT-LLM#19352)",
-        "leave it out, or use --backend sglang",
-        drafting=True,
-    ),
-    Refusal("pair", "pairs are not covered by this backend", "leave it out, or use --backend sglang"),
-    Refusal(
         "role",
         "role {value}: the decoding server never sees the prompt's features, so acceptance silently drops"
         " (TensorRT-LLM#19352)",
@@ -63,6 +55,14 @@ REFUSALS = (
         drafting=True,
     ),
     Refusal("role", "role {value} is not covered by this backend", "serve whole, or use --backend sglang"),
+    Refusal(
+        "pair",
+        "a decoding server of TensorRT-LLM never sees the prompt's features, so acceptance silently drops"
+        " (TensorRT-LLM#19352)",
+        "leave it out, or use --backend sglang",
+        drafting=True,
+    ),
+    Refusal("pair", "pairs are not covered by this backend", "leave it out, or use --backend sglang"),
     Refusal(
         "speculation.draft_window",
         "TensorRT-LLM has no setting for a drafter's window: it takes the one that the drafter was trained with",
