@@ -30,7 +30,8 @@ class Speculator:
             drafter.config, max_batch_size, capacity + block_size, target.embedding.dtype, target.device
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
-        self.hot_head = HotHead(target.head, drafter.hot_tokens) if drafter.hot_tokens else None
+        hot = drafter.hot_tokens
+        self.hot_head = HotHead(target.head, hot, drafter.markov_head) if hot else None
 
     def twin(self) -> Self:
         """A speculator of this drafter and its K/V cache, with passes of its own; both can run in turns."""

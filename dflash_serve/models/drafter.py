@@ -10,9 +10,10 @@ selector a slot depends on the token before it: a `Walk` chooses from left to ri
 is an argmax at every temperature, so a draft is a point mass and sampling stays lossless with any width
 (`speculation.acceptance`). A grammar filters a slot's scores before the choice.
 
-A drafter's folder may list frequent tokens (`hot_tokens.json`): then only their rows of the target's head are read
-(`HotHead`). The target verifies a draft by its whole head, so no answer changes; a token that training never showed the
-drafter is little loss (FR-Spec, arXiv 2502.14856; SGLang's `--speculative-token-map` does this for EAGLE).
+A drafter's folder may list frequent tokens (`hot_tokens.json`): then only their rows of the target's head, and of a
+Markov head's biases, are read (`HotHead`). The target verifies a draft by its whole head, so no answer changes; a token
+that training never showed the drafter is little loss (FR-Spec, arXiv 2502.14856; for EAGLE, SGLang has
+`--speculative-token-map`).
 """
 
 from __future__ import annotations
@@ -284,12 +285,12 @@ def propose(
         most = max(counts[index] for index in free)  # a block with fewer slots repeats its last one
         places = [[blocks[i].start + min(slot, counts[i] - 1) for slot in range(most)] for i in free]
         rows, first = to_device(places, hidden.device), to_device([anchors[i] for i in free], hidden.device)
-        path = Walk(drafter, hidden[rows], logits[rows]).whole_path(first)
+        path = Walk(drafter, head, hidden[rows], logits[rows]).whole_path(first)
         for index, tokens in zip(free, path.tolist(), strict=True):
             drafts[index] = tokens[: counts[index]]
     for index, grammar in enumerate(filters):
         if grammar is not None:
-            walk = Walk(drafter, hidden[None, blocks[index]], logits[None, blocks[index]])
+            walk = Walk(drafter, head, hidden[None, blocks[index]], logits[None, blocks[index]])
             drafts[index] = grammar.fill(counts[index], partial(walk.choose_next, anchors[index]))
     return drafts
 
@@ -305,25 +306,26 @@ def propose_blocks(drafter: Drafter, head: Head, hidden: Tensor, anchors: Tensor
     logits = drafter.adjust_logits((drafter.lm_head or head)(hidden.flatten(0, 1)))
     if drafter.markov_head is None and drafter.candidate_selector is None:
         return _likeliest(drafter, head, logits).view(hidden.shape[:2])
-    return Walk(drafter, hidden, logits.unflatten(0, hidden.shape[:2])).whole_path(anchors)
+    return Walk(drafter, head, hidden, logits.unflatten(0, hidden.shape[:2])).whole_path(anchors)
 
 
 def _likeliest(drafter: Drafter, head: Head, logits: Tensor) -> Tensor:
-    found = drafter.target_ids(logits.argmax(dim=-1))
-    return head.token_ids[found] if isinstance(head, HotHead) else found
+    found = logits.argmax(dim=-1)
+    return head.token_ids[found] if isinstance(head, HotHead) else drafter.target_ids(found)
 
 
 class Walk:
     """One walk over the slots of n blocks: each slot is chosen by its own logits and by the token before it.
 
     Args:
-        drafter: the owner of the heads.
+        drafter: the owner of the Markov head or selector.
+        head: made the logits, where the drafter has no head of its own.
         hidden: [n, slots, H] after the final norm.
-        logits: [n, slots, Vd] of the drafter.
+        logits: [n, slots, Vd] of the drafter; of a `HotHead`'s tokens alone, which no grammar filters.
     """
 
-    def __init__(self, drafter: Drafter, hidden: Tensor, logits: Tensor) -> None:
-        self.drafter, self.hidden, self.logits = drafter, hidden, logits
+    def __init__(self, drafter: Drafter, head: Head, hidden: Tensor, logits: Tensor) -> None:
+        self.drafter, self.head, self.hidden, self.logits = drafter, head, hidden, logits
         self.state: Tensor | None = None  # of a Markov head
 
     def choose(self, slot: int, previous: Tensor, allowed: Tensor | None = None) -> Tensor:
@@ -336,14 +338,15 @@ class Walk:
         """
         drafter, hidden, scores = self.drafter, self.hidden[:, slot], self.logits[:, slot]
         if drafter.markov_head is not None:
-            bias, self.state = drafter.markov_head(previous, hidden, self.state)
-            scores = scores + bias
+            latent, self.state = drafter.markov_head.latent(previous, hidden, self.state)
+            hot = self.head.biases if isinstance(self.head, HotHead) else None
+            scores = scores + (hot or drafter.markov_head.markov_w2)(latent)
         if allowed is not None:
             draftable = allowed if drafter.token_ids is None else allowed[drafter.token_ids]  # bool [Vd]
             scores = scores.masked_fill(~draftable, -torch.inf)
         if drafter.candidate_selector is not None:
             return drafter.candidate_selector.best(scores, previous, hidden)
-        return drafter.target_ids(scores.argmax(dim=-1))
+        return _likeliest(drafter, self.head, scores)
 
     def whole_path(self, anchors: Tensor) -> Tensor:
         """Target ids [n, slots] of all slots of each block, from anchors [n]."""
@@ -363,8 +366,8 @@ HOT_TOKENS = "hot_tokens.json"
 
 
 def takes_hot_tokens(config: DrafterConfig) -> bool:
-    """Each slot is one product with the target's head, independent of the other slots."""
-    return config.markov is None and config.selector is None and config.draft_vocabulary is None
+    """Its tokens are chosen by the target's head and biases alone, so that some of their rows make a smaller choice."""
+    return config.selector is None and config.draft_vocabulary is None
 
 
 def read_hot_tokens(folder: Path, vocab_size: int) -> list[int] | None:
@@ -397,15 +400,19 @@ class HotHead:
     Args:
         head: of the target, packed or not.
         token_ids: target ids.
+        markov: the drafter's Markov head; the rows of these tokens are its `biases`.
     """
 
-    def __init__(self, head: nn.Module, token_ids: Tensor | Sequence[int]) -> None:
-        weight = dense_weight(head)
-        self.token_ids = torch.as_tensor(token_ids, device=weight.device)
-        rows = weight[self.token_ids]
+    def __init__(self, head: nn.Module, token_ids: Tensor | Sequence[int], markov: MarkovHead | None = None) -> None:
+        self.token_ids = torch.as_tensor(token_ids, device=dense_weight(head).device)
+        self.linear = self._rows(head)
+        self.biases = None if markov is None else self._rows(markov.markov_w2)
+
+    def _rows(self, whole: nn.Module) -> nn.Module:
+        rows = dense_weight(whole)[self.token_ids]
         linear = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(rows, requires_grad=False)
-        self.linear = rounded(pack_linear(linear, compiled=isinstance(head, CompiledLinear)))
+        return rounded(pack_linear(linear, compiled=isinstance(whole, CompiledLinear)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] after the drafter's final norm -> logits [rows, tokens]."""

@@ -407,7 +407,7 @@ def fp8_head(speculator: Speculator) -> Speculator:
     target.head = linear(rounded_to_fp8(dense_weight(target.head)))
     made.target = target
     if made.hot_head is not None:
-        made.hot_head = HotHead(target.head, made.hot_head.token_ids)
+        made.hot_head = HotHead(target.head, made.hot_head.token_ids, made.drafter.markov_head)
     return made
 
 

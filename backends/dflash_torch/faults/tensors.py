@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dflash_serve.answers.engine import Prompt
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, propose, takes_hot_tokens
+from dflash_serve.models.drafter import Drafter, HotHead, propose
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
@@ -119,13 +119,15 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
     with _watched(drafter, flow, verified):
         hidden = drafter(noise, span_positions([span]), attend, block_size=width)
     head, slots = model.get_output_embeddings(), hidden[config.first_row :]
-    if takes_hot_tokens(config):
+    hot = drafter.hot_tokens
+    if config.markov is None and config.selector is None and config.draft_vocabulary is None:
         logits = drafter.adjust_logits(head(slots))
-        choices = logits if drafter.hot_tokens is None else logits[:, drafter.hot_tokens]
+        choices = logits if hot is None else logits[:, hot]
         found["drafts"] = logits.gather(1, found["drafts"])
         flow["drafts"] = choices.max(dim=1, keepdim=True).values
         return flow
-    (draft,) = propose(drafter, head, slots, [request.token_ids[-1]], [width - 1], [None])
+    choosing = HotHead(head, hot, drafter.markov_head) if hot else head
+    (draft,) = propose(drafter, choosing, slots, [request.token_ids[-1]], [width - 1], [None])
     found["drafts"], flow["drafts"] = found["drafts"].float(), torch.tensor(draft)[:, None].float()
     return flow
 

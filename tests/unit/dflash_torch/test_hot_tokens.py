@@ -20,7 +20,10 @@ from dflash_torch.faults.tensors import first_difference
 from dflash_torch.grammar import Grammars
 from dflash_torch.request import Request
 from tests.support.embedded import PROMPTS, answers, tiny_engine
+from tests.support.heads import HEADS
 from tests.support.tiny_target import EOS
+
+from .test_heads import pair_with
 
 Folders = tuple[Path, Path]
 PART = list(range(1, 60, 2))
@@ -31,6 +34,12 @@ def with_hot_tokens(folders: Folders, folder: Path, token_ids: list[int]) -> Fol
     shutil.copytree(folders[1], folder)
     write_hot_tokens(folder, token_ids)
     return folders[0], folder
+
+
+@pytest.fixture(scope="module", params=["plain", "vanilla Markov", "rnn Markov"])
+def pair(request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A drafter without a head, and with one that chooses from left to right."""
+    return pair_with(folders, tmp_path_factory.mktemp("pair") / "drafter", HEADS[request.param])
 
 
 def drafts(engine: EmbeddedEngine, grammar: str | None = None) -> list[list[int]]:
@@ -54,9 +63,9 @@ def drafts(engine: EmbeddedEngine, grammar: str | None = None) -> list[list[int]
     return found
 
 
-def test_what_is_drafted_is_hot_and_no_answer_changes(folders: Folders, tmp_path: Path) -> None:
-    hot = tiny_engine(with_hot_tokens(folders, tmp_path / "hot", PART))
-    given, plain = answers(hot, PROMPTS, GREEDY), answers(tiny_engine(folders, width=1), PROMPTS, GREEDY)
+def test_what_is_drafted_is_hot_and_no_answer_changes(pair: Folders, tmp_path: Path) -> None:
+    hot = tiny_engine(with_hot_tokens(pair, tmp_path / "hot", PART))
+    given, plain = answers(hot, PROMPTS, GREEDY), answers(tiny_engine(pair, width=1), PROMPTS, GREEDY)
     assert [output.token_ids for output in given] == [output.token_ids for output in plain]
     found = drafts(hot)
     assert found
@@ -64,20 +73,20 @@ def test_what_is_drafted_is_hot_and_no_answer_changes(folders: Folders, tmp_path
 
 
 def test_with_every_token_hot_and_under_a_grammar_drafts_are_those_of_the_whole_head(
-    folders: Folders, tmp_path: Path
+    pair: Folders, tmp_path: Path
 ) -> None:
-    whole = tiny_engine(folders)
+    whole = tiny_engine(pair)
     every = list(range(whole.scheduler.target.config.vocab_size))
-    assert drafts(tiny_engine(with_hot_tokens(folders, tmp_path / "every", every))) == drafts(whole)
+    assert drafts(tiny_engine(with_hot_tokens(pair, tmp_path / "every", every))) == drafts(whole)
     pattern = r"[a-f]{3,9}-(fox|dog)\."
-    hot = tiny_engine(with_hot_tokens(folders, tmp_path / "hot", PART))
-    assert drafts(hot, pattern) == drafts(tiny_engine(folders), pattern)
+    hot = tiny_engine(with_hot_tokens(pair, tmp_path / "hot", PART))
+    assert drafts(hot, pattern) == drafts(tiny_engine(pair), pattern)
 
 
-def test_it_differs_nowhere_from_the_reference_and_its_faults_are_its_own(folders: Folders, tmp_path: Path) -> None:
-    pair = with_hot_tokens(folders, tmp_path / "hot", PART)
-    engine = tiny_engine(pair)
-    assert first_difference(engine, *pair, PROMPTS[0]) is None
+def test_it_differs_nowhere_from_the_reference_and_its_faults_are_its_own(pair: Folders, tmp_path: Path) -> None:
+    hot = with_hot_tokens(pair, tmp_path / "hot", PART)
+    engine = tiny_engine(hot)
+    assert first_difference(engine, *hot, PROMPTS[0]) is None
     speculator = engine.scheduler.speculator
     assert speculator is not None
     (fault,) = [fault for fault in drafter_faults(speculator) if fault.cause == "quantised head"]
