@@ -17,6 +17,8 @@ from dflash_serve.errors import UserError, first_line
 def read_environment() -> dict[str, Any]:
     """The keys of a Deployment that variables `DFLASH_SERVE_...` give, as text or as JSON.
 
+    An argument of an engine is read as JSON where it is some, as YAML would read it: 5 is a number, and true no text.
+
     Raises:
         UserError: a value that is no JSON where a whole section is meant.
     """
@@ -26,8 +28,18 @@ def read_environment() -> dict[str, Any]:
     lender.model_config = SettingsConfigDict(**{**BaseSettings.model_config, **config})
     found: dict[str, Any] = _Variables(lender)()
     if isinstance(found.get("engine_args"), dict):  # the name of a variable has no dash
-        found["engine_args"] = {name.replace("_", "-"): given for name, given in found["engine_args"].items()}
+        found["engine_args"] = {name.replace("_", "-"): _typed(given) for name, given in found["engine_args"].items()}
     return found
+
+
+def _typed(given: Any) -> Any:
+    # pydantic-settings from 2.16.3 on leaves numbers below a union as text; earlier releases do not.
+    if isinstance(given, dict):
+        return {name: _typed(value) for name, value in given.items()}
+    try:
+        return parse_json(given, TEXT, where="") if isinstance(given, str) else given
+    except UserError:
+        return given
 
 
 class _Variables(EnvSettingsSource):

@@ -265,7 +265,7 @@ def test_a_variable_and_an_option_override_an_argument_in_its_other_spelling(
     monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__SGLANG__A_B", "4")
     monkeypatch.setenv("DFLASH_SERVE_ENGINE_ARGS__TENSORRT_LLM__E", "5")
     found = load_deployment(path, {"engine_args": {"sglang": {"c-d": 6}}})
-    assert found.engine_args == {"sglang": {"a-b": "4", "c_d": 6}, "tensorrt-llm": {"e": "5"}}
+    assert found.engine_args == {"sglang": {"a-b": 4, "c_d": 6}, "tensorrt-llm": {"e": 5}}
 
 
 def test_a_backend_of_others_may_have_arguments_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +389,6 @@ def test_every_value_that_is_not_the_files_has_its_source(file: Path, monkeypatc
         "limits.max_batch_size": (8, "DFLASH_SERVE_LIMITS"),
         "speculation.width": ("off", "DFLASH_SERVE_SPECULATION__WIDTH"),
         "role": ("prefill", "DFLASH_SERVE_ROLE"),
-        "engine_args.vllm.b": ("6", "DFLASH_SERVE_ENGINE_ARGS__VLLM__B"),
+        "engine_args.vllm.b": (6, "DFLASH_SERVE_ENGINE_ARGS__VLLM__B"),
         "survival": ("0.5", "DFLASH_SERVE_SURVIVAL"),
     }

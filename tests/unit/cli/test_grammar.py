@@ -242,7 +242,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
     [
         (("serve", "x.yaml", "--port", "99999"), "Invalid value for '--port'.*; see `dflash-serve serve --help`"),
         (("verify", "--samples", "many"), "Invalid value for '--samples'.*; see `dflash-serve verify --help`"),
-        (("serve", "--wdith", "3"), "No such option: --wdith.*--width.*; see `dflash-serve serve --help`"),
+        (("serve", "--wdith", "3"), "No such option:? '?--wdith.*--width.*; see `dflash-serve serve --help`"),
         (("convert", "a"), "Missing argument.*; see `dflash-serve convert --help`"),
         (("frob",), "No such command 'frob'.*; see `dflash-serve --help`"),
         (("bench", "x.yaml", "--temperature", "-1"), "Invalid value for '--temperature'.*"),
