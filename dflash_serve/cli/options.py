@@ -176,7 +176,7 @@ def deployment_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "serving": {
             "served_model_name": given.get("served_model_name"),
-            "api_key_file": str(Path(keys).resolve()) if keys else None,
+            "api_key_file": str(keys.resolve()) if keys else None,
             "log_format": given.get("log_format"),
         },
         "target": {"model": given.get("target")},
