@@ -14,13 +14,16 @@ import yaml
 
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapter.verdicts import serves_format
+from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.files import MANIFEST, file_entries
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
+from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.files import sha256, write_whole
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.errors import UserError
+from dflash_serve.planning.pair import read_pair
 
 from .pipeline import Done, Measured, Source, Step, Work, run, verify_output
 from .recipe import BuildRecipe, Format, Integers, find_recipe, is_integer, load_recipe
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MODELOPT = ("nvidia-modelopt", "torch", "transformers")
+GB = 1e9
 CALIBRATION, ACCEPTANCE = "calibration prompts", "acceptance prompts"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Files of a model that its digest covers."""
@@ -42,7 +46,7 @@ def build(
     output: Annotated[Path | None, typer.Option(help="Folder to build in; builds/<recipe> unless named.")] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="List the steps, what each comes after and what it makes, and build nothing."),
+        typer.Option("--dry-run", help="List the steps, and the disk and memory that they take; build nothing."),
     ] = False,
     verify: Annotated[
         bool,
@@ -87,6 +91,7 @@ def _list_steps(recipe: BuildRecipe, file: Path, as_json: bool, console: Console
     steps = make_steps(recipe)
     if as_json:
         typer.echo(json.dumps([{"step": s.name, "needs": s.needs, "about": s.about} for s in steps]))
+        return
     if not steps:
         console.print(f"nothing to build in {file}", highlight=False)
         return
@@ -96,6 +101,32 @@ def _list_steps(recipe: BuildRecipe, file: Path, as_json: bool, console: Console
     console.print(table)
     if recipe.build.acceptance and recipe.build.acceptance.prompts is None:
         console.print("acceptance is left out: the recipe names no prompts for it")
+    for line in _what_it_takes(recipe, steps):
+        console.print(line)
+
+
+def _what_it_takes(recipe: BuildRecipe, steps: list[Step]) -> Iterator[str]:
+    build, target = recipe.build, recipe.deployment.target
+    try:
+        pair = read_pair(recipe.deployment)
+    except UserError as error:
+        yield f"disk and memory are not known: {error}"
+        return
+
+    def weights(format: str) -> int:
+        return read_target_layout(pair.folder, target.model_copy(update={"quantization": format})).weight_bytes
+
+    plain, draft = weights("none"), weight_bytes(pair.drafter)
+    ranks = len(build.checkpoints.tensor) * plain if build.checkpoints else 0
+    disk = sum(map(weights, build.target)) + ranks + draft * len(build.drafter)
+    yield f"disk: about {disk / GB:.2f} GB, with drafters{' and rank files' if ranks else ''} counted as in bf16"
+    loaded = any("target" in step.needs for step in steps)
+    memory = (loaded * plain + draft) / GB
+    yield f"memory: {memory:.2f} GB of weights in bf16, twice that in float32, and what runs on them"
+    if any(step.name == "answers" for step in steps):
+        given = build.calibration
+        asked = f"{given.count} prompts" if given.prompts else "the built-in prompts"
+        yield f"time: not known beforehand; `answers` asks {asked} for at most {given.max_tokens} tokens each"
 
 
 def _build(recipe: BuildRecipe, folder: Path, console: Console) -> None:

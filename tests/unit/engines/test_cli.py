@@ -26,6 +26,10 @@ def test_a_dry_run_lists_the_steps_and_builds_nothing(tmp_path: Path, monkeypatc
     assert code == 0
     assert text.index("drafter-ranges") < text.index("drafter-fp8")
     assert "acceptance is left out" in text
+    # 134.5 million parameters of 2 bytes, and the drafter's 12.3: FP8 and NVFP4 targets, three sets of rank files.
+    assert "disk: about 1.14 GB" in text
+    assert "memory: 0.29 GB of weights in bf16" in text
+    assert "asks the built-in prompts for at most 32 tokens each" in text
     assert list(tmp_path.iterdir()) == []
 
 
