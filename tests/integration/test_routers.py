@@ -12,6 +12,7 @@ import pytest
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_server
 from dflash_serve.common.http import RefusedError
+from dflash_serve.common.processes import free_port
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
@@ -222,3 +223,18 @@ def test_missing_metrics_are_told_with_the_option_before_any_question(
     assert f"{frontend}: it shows no metrics of an engine that is known here" in said
     assert "--metrics-url" in said
     assert (dynamo.worker.asked, plain[0].asked, report.exists()) == ([], [], False)
+
+
+def test_the_doctor_says_where_to_look_if_a_server_of_several_ranks_hangs_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    for ranks, told in ((2, True), (1, False)):
+        devices = {"parallel": {"tensor": ranks}, "hardware": {"gpu": "b200", "count": ranks}}
+        pair = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}}
+        (tmp_path / "deployment.json").write_text(json.dumps({**pair, **devices}))
+        report = tmp_path / "report.json"
+        assert call(monkeypatch, "doctor", tmp_path / "deployment.json", "--url", url, "--output", report) == 2
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert f"{url}/metrics: no answer" in said
+        assert ("if its start hangs, find the rank that the others wait for" in said) == told
