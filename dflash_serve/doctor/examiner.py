@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,8 @@ def examine(
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
     told: Interview | None = None
     if endpoint is not None:
-        try:
+        with _hint_of_hangs(deployment):
             told = interview(endpoint, prompts, params, most)
-        except NoAnswerError as error:
-            if deployment.hardware.count == 1:
-                raise
-            raise UserError(error.what, where=error.where, do=f"{error.do}; {HANGS}") from None
     width, steps = (told.width, told.steps) if told else (most, None)
     reference = _at_width(reference, width, told)
     engine = backend.engine(reference)
@@ -106,6 +103,17 @@ def examine(
         report = report.model_copy(update={"notes": (*report.notes, *left_out)})
         write_json(output, {"pair": made_by, **report.model_dump(mode="json")})
     return report
+
+
+@contextmanager
+def _hint_of_hangs(deployment: Deployment) -> Iterator[None]:
+    """A server of several ranks that does not answer may hang at its start."""
+    try:
+        yield
+    except NoAnswerError as error:
+        if deployment.hardware.count == 1:
+            raise
+        raise UserError(error.what, where=error.where, do=f"{error.do}; {HANGS}") from None
 
 
 def _diagnosable() -> DiagnosableBackend:
