@@ -19,4 +19,4 @@ def install() -> None:
         def set_start_method(method: str | None, force: bool = False) -> Any:
             return chosen("fork" if method == "spawn" else method, force)
 
-        multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
+        multiprocessing.set_start_method = set_start_method
