@@ -73,8 +73,7 @@ def deploy(
     described = name_drafter(described, chosen, quiet=quiet)
     workload = workload_of(name, backend_name, described, image)
     launches = [chosen.launch(half) for half in both_halves(workload.deployment)]
-    for launch in launches:
-        raise_problems(launch.problems, hint=HINT)
+    raise_problems(launches[0].problems, hint=HINT)  # of both halves of a pair, and of the two together
     if prepare is not None:  # both halves of a pair read the same files
         prepared(chosen.launch(both_halves(described)[0]), prepare)
         return

@@ -7,10 +7,12 @@ are given.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,8 +26,10 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
 ROUTER = "/engine_metrics"
-"""Page of SGLang's router (sglang-router 0.3.2) with all metrics of its workers: `_` stands for `:` in their names, and
-the label `worker_addr` names the worker."""
+"""Page of SGLang's router and of smg with all metrics of their workers; the label `worker_addr` names the worker.
+sglang-router 0.3.2 writes `_` for `:` in their names, smg 1.13.0 leaves them as they are."""
+LISTED = "/workers"
+"""Page of a router's workers as JSON. The /metrics of vLLM's router 0.1.17 is that of one of them."""
 WORKER = re.compile(r'worker_addr="([^"]*)"')
 PAGES = ("/prometheus/metrics", ROUTER, "/metrics")  # An address of metrics may be that of the page
 
@@ -140,7 +144,17 @@ class MetricsSource:
         """
         if self.workers:
             return ServerReading.of_workers({base: _read(worker) for base, worker in self.workers.items()})
-        return _read(self._own)
+        found = _read(self._own)
+        shown_alone = found.engine is not None and found.workers is None and len(self._listed) > 1
+        return ServerReading.unknown() if shown_alone else found
+
+    @cached_property
+    def _listed(self) -> tuple[str, ...]:
+        # addresses of a router's workers; one with several data-parallel ranks is listed as address@rank
+        with suppress(RefusedError, ValueError, AttributeError, KeyError, TypeError):
+            listed = json.loads(self._own.text(LISTED) or "{}").get("workers")
+            return tuple(dict.fromkeys(str(one["url"]).split("@")[0] for one in listed or ()))
+        return ()
 
     def require(self, option: str = "--metrics-url") -> ServerReading:
         """Reads the metrics of a server that must have them.
@@ -153,6 +167,11 @@ class MetricsSource:
         """
         found = self.read()
         missing = [name for name, one in (found.workers or {self.url: found}).items() if one.engine is None]
+        if missing and not self.workers and len(self._listed) > 1:
+            do = f"give {' '.join(f'{option} {url}' for url in self._listed)}"
+            raise UserError(
+                f"it does not show the metrics of all its {len(self._listed)} workers", where=self.url, do=do
+            )
         if missing:
             do = "start it with its metrics (SGLang: --enable-metrics); behind a router or a frontend, give "
             do += f"{option} for each worker (Dynamo: http://worker:DYN_SYSTEM_PORT)"
@@ -184,7 +203,7 @@ def _worker_pages(page: str) -> dict[str, ServerReading]:
     # the workers in a page of SGLang's router, each read with its metrics by their engine's own names
     names = [PREFIX, *(backend(name).facts.metrics.generated for name in installed())]
     prefixes = sorted({name.split(":")[0] for name in names if ":" in name}, key=len, reverse=True)
-    spelt = re.compile(f"({'|'.join(prefixes)})_")
+    spelt = re.compile(f"({'|'.join(prefixes)})([:_])")
     lines = defaultdict[str, list[str]](list)
     for line in page.splitlines():
         if (worker := WORKER.search(line)) and not line.startswith("#"):

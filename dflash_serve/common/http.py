@@ -34,6 +34,10 @@ class RefusedError(UserError):
         self.status = status
 
 
+class NoAnswerError(UserError):
+    """No server answers at an address, or its answer breaks off."""
+
+
 @dataclass(frozen=True)
 class Connection:
     """A connection to one server; safe to use from several threads.
@@ -224,9 +228,9 @@ def read_api_key(file: Path | None) -> str | None:
     return os.environ.get(API_KEY_ENV, "").strip() or None if file is None else read_keys(file)[0]
 
 
-def _unreachable(error: Exception, where: str) -> UserError:
+def _unreachable(error: Exception, where: str) -> NoAnswerError:
     what = f"no answer ({str(error) or type(error).__name__})"
-    return UserError(what, where=where, do="check the address, and that the server runs")
+    return NoAnswerError(what, where=where, do="check the address, and that the server runs")
 
 
 def _message(response: httpx.Response) -> str:

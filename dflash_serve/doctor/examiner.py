@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dflash_serve.answers.prompts import context_needed, prompts_digest, with_va
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.http import NoAnswerError
 from dflash_serve.common.progress import doing
 from dflash_serve.common.reports import write_json
 from dflash_serve.common.store import resumable
@@ -40,6 +42,8 @@ SERVER_ONLY: Mapping[str, Mapping[str, Any]] = {
     "limits": {name: Limits().model_dump()[name] for name in ("max_queued_requests", "max_num_tokens")},
 }
 """Settings, by section, that say how a server spreads and schedules its work, and their values in the reference."""
+
+HANGS = "if its start hangs, find the rank that the others wait for: docs/faults.md, 'A start that hangs'"
 
 
 def examine(
@@ -73,7 +77,8 @@ def examine(
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
     told: Interview | None = None
     if endpoint is not None:
-        told = interview(endpoint, prompts, params, most)
+        with _hint_of_hangs(deployment):
+            told = interview(endpoint, prompts, params, most)
     width, steps = (told.width, told.steps) if told else (most, None)
     reference = _at_width(reference, width, told)
     engine = backend.engine(reference)
@@ -98,6 +103,17 @@ def examine(
         report = report.model_copy(update={"notes": (*report.notes, *left_out)})
         write_json(output, {"pair": made_by, **report.model_dump(mode="json")})
     return report
+
+
+@contextmanager
+def _hint_of_hangs(deployment: Deployment) -> Iterator[None]:
+    """A server of several ranks that does not answer may hang at its start."""
+    try:
+        yield
+    except NoAnswerError as error:
+        if deployment.hardware.count == 1:
+            raise
+        raise UserError(error.what, where=error.where, do=f"{error.do}; {HANGS}") from None
 
 
 def _diagnosable() -> DiagnosableBackend:

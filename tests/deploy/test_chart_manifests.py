@@ -1,8 +1,9 @@
 """Every installation is accepted by helm, Kubernetes, the operators' definitions and two linters; golden files.
 
 `golden/ENGINE.values.yaml` is what `deploy --render helm` makes of examples/deployments; `golden/ENGINE.manifests.yaml`
-is what the chart makes of one installation. After a wanted change: GOLDEN=write make test-deploy, and read the
-difference. The newest Kubernetes is tried; with DFLASH_SERVE_TEST_DEPLOY=all every one from 1.30 on.
+is what the chart makes of one installation; `sglang-pair.*` are the objects of a pair in the chart, and its graph for
+Dynamo. After a wanted change: GOLDEN=write make test-deploy, and read the difference. The newest Kubernetes is tried;
+with DFLASH_SERVE_TEST_DEPLOY=all every one from 1.30 on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.support.chart import (
     ROOT,
     Manifest,
     case,
+    check_golden,
     lint,
     notes,
     of_kind,
@@ -93,13 +95,6 @@ jsonschema: Any = import_module("jsonschema")
 kubernetes_validate: Any = import_module("kubernetes_validate.utils")
 # It reads megabytes of definitions again for every object: 10 ms each, 1 ms with this.
 kubernetes_validate.schema_contents = cache(kubernetes_validate.schema_contents)
-
-
-def check_golden(name: str, found: list[Any]) -> None:
-    file = HERE / "golden" / f"{name}.yaml"
-    if os.environ.get("GOLDEN") == "write":
-        file.write_text(yaml.safe_dump_all(found, sort_keys=True, width=130, default_flow_style=None))
-    assert found == list(yaml.safe_load_all(file.read_text())), f"{file.name}: GOLDEN=write, and read the difference"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import Manifest, case, changed, of_kind, refusal, render
+from tests.support.chart import Manifest, case, changed, check_golden, of_kind, refusal, render
 
 PAIR = "sglang-pair"
 ROLE = "llm-d.ai/role"
@@ -25,6 +25,12 @@ def named(manifests: list[Manifest], kind: str, name: str) -> Any:
 def container(template: Any) -> Any:
     (found,) = template["spec"]["containers"]
     return found
+
+
+def test_the_objects_of_a_pair_are_these(manifests: list[Manifest]) -> None:
+    """But for the decode half, whose differences from the prefill half the tests below name."""
+    own = [one for one in manifests if one["metadata"]["name"].endswith(("-router", "-halves"))]
+    check_golden("sglang-pair.manifests", [*own, named(manifests, "Deployment", "-prefill")])
 
 
 def test_a_half_on_several_nodes_is_a_group_and_the_other_a_deployment(manifests: list[Manifest]) -> None:

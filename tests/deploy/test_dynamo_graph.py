@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
-from tests.support.chart import DIGEST, ROOT
+from tests.support.chart import DIGEST, ROOT, check_golden
 from tests.support.offline_hub import offline_hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
 
@@ -112,6 +112,16 @@ def test_the_examples_worker_is_what_is_rendered(tmp_path: Path, monkeypatch: py
         }
         assert mine.get("volumeMounts") == example_s.get("volumeMounts")
         assert mine.get("securityContext") == example_s.get("securityContext")
+
+
+def test_the_graph_of_a_pair_is_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offline_hub(tmp_path, monkeypatch)
+    fields = yaml.safe_load((ROOT / "examples" / "deployments" / "sglang.yaml").read_text())
+    file = tmp_path / "deployment.yaml"
+    file.write_text(yaml.safe_dump({**fields, "pair": {"transfer": "nixl", "decode": {"replicas": 2}}}))
+    result = asked(file, "sglang")
+    assert result.exception is None, result.exception
+    check_golden("sglang-pair.graph", list(yaml.safe_load_all(result.stdout)))
 
 
 def test_sglangs_pair_is_two_components_and_several_nodes_are_dynamos(models: dict[str, Any], tmp_path: Path) -> None:

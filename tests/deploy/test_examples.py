@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,37 @@ from dflash_serve.deployment.layers import load_deployment
 from tests.support.chart import ROOT, render, server_pod, values
 from tests.support.offline_hub import offline_hub
 
+jsonschema: Any = import_module("jsonschema")
 EXAMPLES = ROOT / "examples" / "deploy"
 DEPLOYMENT = ROOT / "examples" / "deployments" / "sglang.yaml"
 KUBERNETES = "1.37"
 """The newest with published schemas."""
 TOKEN = {"HF_TOKEN", "HF_TOKEN_PATH"}
+TEXT, EMPTY = {"type": "string"}, {"type": "object", "additionalProperties": False}
+LLM_INFERENCE_SERVICE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "serving.kserve.io/v1alpha2"},
+        "kind": {"const": "LLMInferenceService"},
+        "metadata": {"type": "object"},
+        "spec": {
+            **EMPTY,
+            "properties": {
+                "model": {**EMPTY, "required": ["uri"], "properties": {"name": TEXT, "uri": TEXT}},
+                "storageInitializer": {**EMPTY, "properties": {"enabled": {"type": "boolean"}}},
+                "replicas": {"type": "integer"},
+                "labels": {"type": "object", "additionalProperties": TEXT},
+                "router": {**EMPTY, "properties": {"gateway": EMPTY, "route": EMPTY, "scheduler": EMPTY}},
+                "template": {"type": "object"},  # checked by Kubernetes' own schemas
+            },
+        },
+    },
+}
+"""Fields that we write, as kserve @aaac4e2 has them (config/crd/full/llmisvc)."""
+KSERVES_CACHE = {"HF_HUB_CACHE": "/models/huggingface/hub"}
+"""A variable that KServe's template for an LLMInferenceService sets to another folder."""
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -37,6 +64,11 @@ def service() -> dict[str, Any]:
 def predictor() -> dict[str, Any]:
     found: dict[str, Any] = documents("kserve")[1]["spec"]["predictor"]
     return {key: value for key, value in found.items() if not key.endswith("Replicas")}
+
+
+def template() -> dict[str, Any]:
+    found: dict[str, Any] = documents("kserve-llm")[1]["spec"]["template"]
+    return found
 
 
 def worker() -> dict[str, Any]:
@@ -60,7 +92,7 @@ def writable(container: dict[str, Any]) -> set[str]:
     return {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
 
 
-@pytest.mark.parametrize("name", ["compose", "kserve", "dynamo"])
+@pytest.mark.parametrize("name", ["compose", "kserve", "kserve-llm", "dynamo"])
 def test_it_serves_the_example_deployment(name: str, tmp_path: Path) -> None:
     first = documents(name)[0]
     text = first["configs"]["deployment"]["content"] if name == "compose" else first["data"]["deployment.yaml"]
@@ -88,11 +120,12 @@ def test_the_compose_service_runs_what_the_chart_runs(chart: dict[str, Any]) -> 
     assert all(port.startswith("127.0.0.1:") for port in found["ports"])
 
 
-def test_the_kserve_predictor_runs_what_the_chart_runs(chart: dict[str, Any]) -> None:
-    pod = predictor()
+@pytest.mark.parametrize("name", ["kserve", "kserve-llm"])
+def test_kserve_runs_what_the_chart_runs(name: str, chart: dict[str, Any]) -> None:
+    pod = predictor() if name == "kserve" else template()
     (found,), (wanted,) = pod["containers"], chart["containers"]
     assert found["command"] == wanted["command"] + wanted["args"]
-    assert variables(found) == variables(wanted)
+    assert variables(found) == {**variables(wanted), **(KSERVES_CACHE if name == "kserve-llm" else {})}
     assert writable(found) == writable(wanted)
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert {**found[probe], "httpGet": found[probe]["httpGet"]["path"]} == {
@@ -134,9 +167,20 @@ def test_the_graph_has_the_fields_of_dynamos_crd_and_no_other() -> None:
         assert [c["name"] for c in component["podTemplate"]["spec"]["containers"]] == ["main"]
 
 
-@pytest.mark.parametrize("name", ["kserve", "dynamo"])
+def test_the_llm_inference_service_has_the_fields_of_kserves_crd_and_no_other() -> None:
+    """KServe merges the pod with its own template, whose container is `main`."""
+    jsonschema.validate(documents("kserve-llm")[1], LLM_INFERENCE_SERVICE)
+    assert not [label for label in documents("kserve-llm")[1]["spec"]["labels"] if label.startswith("app.")], (
+        "its selector"
+    )
+    (container,) = template()["containers"]
+    assert container["name"] == "main"
+    assert "lifecycle" not in container, "KServe's has an exec, and Kubernetes takes one handler"
+
+
+@pytest.mark.parametrize("name", ["kserve", "kserve-llm", "dynamo"])
 def test_every_pod_in_it_is_a_pod_to_kubernetes(name: str) -> None:
-    spec = predictor() if name == "kserve" else worker()
+    spec = {"kserve": predictor, "kserve-llm": template, "dynamo": worker}[name]()
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
     for document in (pod, documents(name)[0]):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)

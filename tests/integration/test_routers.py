@@ -1,4 +1,4 @@
-"""Our verbs behind SGLang's real router and behind Dynamo's frontend, with workers whose acceptance is known."""
+"""Our verbs behind real routers and behind Dynamo's frontend, with workers whose acceptance is known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import read_server
 from dflash_serve.common.http import RefusedError
+from dflash_serve.common.processes import free_port
 from dflash_serve.doctor.evidence import interview
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.report import FaultKind, VerifyReport
 from tests.support.command_line import call
 from tests.support.fake_dynamo import FakeDynamo
 from tests.support.fake_sglang import BLOCK, FakeSglang
-from tests.support.sglang_router import running_router
+from tests.support.sglang_router import SGLANG, SMG, VLLM, running_router
 
 TEXTS = ("where is the fox", "who sees the moon", "how cold is the snow", "why does it rain")
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -40,10 +43,26 @@ def workers() -> list[FakeSglang]:
 
 
 @pytest.fixture(scope="module")
-def router(workers: Sequence[FakeSglang], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("router") / "log"
+def addresses(workers: Sequence[FakeSglang]) -> Iterator[list[str]]:
     first, second = (one.listening() for one in workers)
-    with first as a, second as b, running_router([a, b], log) as url:
+    with first as a, second as b:
+        yield [a, b]
+
+
+@pytest.fixture(scope="module", params=[SGLANG, pytest.param(SMG, marks=pytest.mark.thorough)])
+def router(
+    request: pytest.FixtureRequest, addresses: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A router with a page of its workers' metrics."""
+    log = tmp_path_factory.mktemp("router") / "log"
+    with running_router(addresses, log, package=request.param) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def vllms(addresses: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM's router, whose /metrics is that of one worker."""
+    with running_router(addresses, tmp_path_factory.mktemp("router") / "log", package=VLLM) as url:
         yield url
 
 
@@ -53,6 +72,31 @@ def verify(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) ->
     prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     code = call(monkeypatch, "verify", *arguments, *QUICK, "--prompts", prompts, "--output", report)
     return code, VerifyReport.model_validate_json(report.read_text())
+
+
+@pytest.mark.thorough
+def test_behind_vllms_router_verify_and_the_doctor_take_the_workers_metrics(
+    vllms: str,
+    addresses: Sequence[str],
+    plain: tuple[FakeSglang, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    own = [word for url in addresses for word in ("--metrics-url", url)]
+    code, report = verify(monkeypatch, tmp_path, "--url", vllms, "--without-url", plain[1], *own)
+    assert (code, report.findings.verdict, report.findings.unit) == (0, "lossless", "token ids")
+    assert report.findings.acceptance_length == pytest.approx(2, abs=0.1)
+    told = interview(Endpoint(vllms, metrics_urls=tuple(addresses)), CHATS, GREEDY, BLOCK)
+    assert told.observation.each is not None
+    assert [(one.verifications, one.accepted) for one in told.observation.each] == [(10, 9)] * len(CHATS)
+
+
+@pytest.mark.thorough
+def test_one_workers_page_is_not_taken_for_all_of_vllms_router(vllms: str, addresses: Sequence[str]) -> None:
+    assert read_server(vllms).engine is None
+    with pytest.raises(UserError, match="it does not show the metrics of all its 2 workers") as refused:
+        interview(Endpoint(vllms), CHATS, GREEDY, BLOCK)
+    assert all(f"--metrics-url {url}" in str(refused.value) for url in addresses)
 
 
 def test_verify_compares_tokens_where_the_router_drops_their_ids_and_says_so(
@@ -179,3 +223,18 @@ def test_missing_metrics_are_told_with_the_option_before_any_question(
     assert f"{frontend}: it shows no metrics of an engine that is known here" in said
     assert "--metrics-url" in said
     assert (dynamo.worker.asked, plain[0].asked, report.exists()) == ([], [], False)
+
+
+def test_the_doctor_says_where_to_look_if_a_server_of_several_ranks_hangs_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    for ranks, told in ((2, True), (1, False)):
+        devices = {"parallel": {"tensor": ranks}, "hardware": {"gpu": "b200", "count": ranks}}
+        pair = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}}
+        (tmp_path / "deployment.json").write_text(json.dumps({**pair, **devices}))
+        report = tmp_path / "report.json"
+        assert call(monkeypatch, "doctor", tmp_path / "deployment.json", "--url", url, "--output", report) == 2
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert f"{url}/metrics: no answer" in said
+        assert ("if its start hangs, find the rank that the others wait for" in said) == told

@@ -3,7 +3,7 @@
 No token changes and no acceptance is lost; a client that hangs up frees all servers; a server that is killed costs no
 answer, and a half that starts again serves again; a prefill half without the drafter is refused.
 
-Six servers start, at most three run at a time, of 3 GB each: `make test-distributed`, which shows the figures.
+Six servers start, two at a time, and at most three run, of 3 GB each: `make test-distributed`, which shows the figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pytest
 
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import MetricsSource, read_acceptance
-from dflash_serve.common.http import page_status
 from dflash_serve.common.processes import free_port
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -29,7 +28,7 @@ from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import half
 from tests.support.sglang_router import router_of_a_pair, running_router
-from tests.support.sglang_server import OnCpu, Server, gigabytes, kill, serving, smollm2
+from tests.support.sglang_server import FORKED, OnCpu, Server, gigabytes, kill, serving, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -42,6 +41,7 @@ STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
 LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PREFILL, MEETING = free_port(), free_port()
 """Ports of the prefill half: one that starts again has them, too."""
+MEETING_OF_BARE = free_port()
 
 
 class Answers(NamedTuple):
@@ -66,12 +66,15 @@ class Answers(NamedTuple):
 
 @pytest.fixture(scope="module")
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
-    """Two servers and two halves of a pair."""
+    """Two servers, two halves of a pair, and a prefill half without the drafter."""
+    bare = smollm2("off").model_copy(update={"drafter": None})
     wanted = {
-        "first": (smollm2(8), OnCpu()),
-        "second": (smollm2(8), OnCpu(port=free_port())),
+        "first": (smollm2(8), OnCpu(env=FORKED)),
+        "second": (smollm2(8), OnCpu(env=FORKED, port=free_port())),
         "prefill": half(smollm2(8), "prefill", MEETING, PREFILL),
         "decode": half(smollm2(8), "decode", MEETING),
+        # a prefill half keeps a request that the other half refused for 300 s, and the router waits for both
+        "bare": half(bare, "prefill", MEETING_OF_BARE, SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="5"),
     }
     with fleet(serving, tmp_path_factory.mktemp("servers"), wanted, ahead=ahead(request.config)) as running:
         yield running
@@ -79,13 +82,8 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
-    """Prefill halves at the address of the first one: without the drafter, and with it."""
-    bare = smollm2("off").model_copy(update={"drafter": None})
-    wanted = {
-        # a prefill half keeps a request that the other half refused for 300 s, and the router waits for both
-        "bare": half(bare, "prefill", MEETING, PREFILL, SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="5"),
-        "again": half(smollm2(8), "prefill", MEETING, PREFILL),
-    }
+    """A prefill half at the address of the first one."""
+    wanted = {"again": half(smollm2(8), "prefill", MEETING, PREFILL)}
     with fleet(serving, tmp_path_factory.mktemp("replacements"), wanted, ahead=0) as running:
         yield running
 
@@ -168,20 +166,18 @@ def test_a_pair_refuses_in_one_line_what_it_cannot_answer(pair: Server, fields: 
     assert said in refused.value.read().decode()
 
 
-def test_a_prefill_half_without_the_drafter_is_refused_and_one_that_starts_again_serves_again(
-    servers: Fleet[Server], replacements: Fleet[Server], pair: Server, whole: Answers
+def test_a_half_that_starts_again_serves_again_and_one_without_the_drafter_is_refused_meanwhile(
+    servers: Fleet[Server], replacements: Fleet[Server], pair: Server, whole: Answers, tmp_path: Path
 ) -> None:
     kill("--port", str(PREFILL))
     servers["prefill"].left.set()
-    decode = servers["decode"].ready.result()
-    replacements["bare"].ready.result()
-    said = f"the prefill half at 127.0.0.1:{MEETING} runs no drafter, this decode half DFLASH"
-    assert said in _answered(pair)
+    again, bare, decode = replacements["again"].ready, servers["bare"].ready.result(), servers["decode"].ready.result()
+    said = f"the prefill half at 127.0.0.1:{MEETING_OF_BARE} runs no drafter, this decode half DFLASH"
+    with router_of_a_pair(bare.url, MEETING_OF_BARE, decode.url, tmp_path / "log") as url:
+        assert said in _answered(Server(url, tmp_path))
     assert said in Path(decode.folder, "server.log").read_text()
-    replacements["bare"].left.set()
-    while page_status(f"http://127.0.0.1:{PREFILL}/health") is not None:
-        time.sleep(0.2)
-    replacements["again"].ready.result()
+    servers["bare"].left.set()
+    again.result()
     ready = time.monotonic()
     while "output_ids" not in _answered(pair):
         assert time.monotonic() < ready + 300

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "dflash-serve"
 RECIPES = ROOT / "engines" / "recipes"
 INSTALLATIONS = ROOT / "tests" / "deploy" / "installations"
+GOLDEN = ROOT / "tests" / "deploy" / "golden"
 CASES = sorted(path.stem for path in INSTALLATIONS.glob("*.yaml"))
 BACKENDS = ("torch", "sglang", "tensorrt-llm", "vllm")
 EVERYTHING = os.environ.get("DFLASH_SERVE_TEST_DEPLOY") == "all"
@@ -33,6 +34,14 @@ KUBERNETES = "1.34.0"
 Manifest = dict[str, Any]
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="chart-")
+
+
+def check_golden(name: str, found: list[Any]) -> None:
+    """These documents are those of the golden file, or become it with GOLDEN=write."""
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        file.write_text(yaml.safe_dump_all(found, sort_keys=True, width=130, default_flow_style=None))
+    assert found == list(yaml.safe_load_all(file.read_text())), f"{file.name}: GOLDEN=write, and read the difference"
 
 
 def recipe_deployment(recipe: str) -> Manifest:

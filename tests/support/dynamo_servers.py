@@ -19,7 +19,7 @@ from dflash_serve.common.processes import free_port, running
 from dflash_serve.deployment.description import Deployment
 
 from .dynamo import ROOT, worker_folders
-from .sglang_server import PATIENCE, OnCpu, Server
+from .sglang_server import FORKED, PATIENCE, OnCpu, Server
 
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 PAGE = 16  # Tokens of a page: the unit of K/V events
@@ -39,7 +39,7 @@ class DynamoWorker(OnCpu):
         self.system_port, events = _low_port(), {"publisher": "zmq", "topic": "kv-events"}
         told = json.dumps({**events, "endpoint": f"tcp://127.0.0.1:{free_port()}"})
         more = ("--served-model-name", model, *PLANES, "--page-size", str(PAGE), "--kv-events-config", told)
-        super().__init__(*more, env={**environment(store), "DYN_SYSTEM_PORT": str(self.system_port)})
+        super().__init__(*more, env={**FORKED, **environment(store), "DYN_SYSTEM_PORT": str(self.system_port)})
 
 
 @contextmanager

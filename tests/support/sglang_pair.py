@@ -14,7 +14,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_sglang.settings import BACKUP, TRANSFER
 
 from .pinned_wheels import PinnedWheel, kept
-from .sglang_server import OnCpu
+from .sglang_server import FORKED, OnCpu
 
 NIXL = (
     PinnedWheel("nixl", "1.5.2", "e4ef5e16f60be11622030e23333387bd73101102fc9f62efa1c99021d51550a6"),
@@ -57,4 +57,4 @@ def half(
     described = deployment.model_dump(exclude_unset=True)
     described |= {"role": role, "engine_args": {"sglang": given}}
     path = os.pathsep.join([*map(str, nixl_folders()), os.environ.get("PYTHONPATH", "")])
-    return Deployment.model_validate(described), OnCpu(env={"PYTHONPATH": path, **env}, port=port)
+    return Deployment.model_validate(described), OnCpu(env={**FORKED, "PYTHONPATH": path, **env}, port=port)

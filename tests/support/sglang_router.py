@@ -1,4 +1,7 @@
-"""SGLang's router, the real one: its wheel has all that it needs, and is unpacked into a folder of its own."""
+"""Routers before several servers, the real ones: SGLang's, its successor smg, and vLLM's, which have one command line.
+
+A wheel has all that a router needs, and is unpacked into a folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,35 @@ from dflash_serve.common.processes import free_port
 
 from .pinned_wheels import PinnedWheel, kept
 
-WHEEL = PinnedWheel(
-    "sglang-router",
-    "0.3.2",
-    "ba5a24951e5e0357fe390782fcd1abd861448a87216832dbf2e501a1dd1548eb",
-    "manylinux2014_x86_64",
-)
+SGLANG, SMG, VLLM = "sglang_router", "smg", "vllm_router"
+"""Their Python packages."""
+WHEELS = {
+    SGLANG: PinnedWheel(
+        "sglang-router",
+        "0.3.2",
+        "ba5a24951e5e0357fe390782fcd1abd861448a87216832dbf2e501a1dd1548eb",
+        "manylinux2014_x86_64",
+    ),
+    SMG: PinnedWheel(
+        "smg",
+        "1.13.0",
+        "cfae8171dac68a74b4822263b1864fa79952992ee472a25ba7266ccd200399b4",
+        "manylinux2014_x86_64",
+    ),
+    VLLM: PinnedWheel(
+        "vllm-router",
+        "0.1.17",
+        "85c96bea4d573a49b5a8ae4c72ee3dfe733aba26b6f1ff1256e6142f1f42694d",
+        "manylinux_2_28_x86_64",
+    ),
+}
 MACHINE = "linux", "x86_64"
 PATIENCE_SECONDS = 60
 # What `python -m sglang_router.launch_router` does, without the packages of its second, Python-only balancer.
-LAUNCH = """import argparse
-from sglang_router.router import Router
-from sglang_router.router_args import RouterArgs
+LAUNCH = """import argparse, importlib, sys
+package = sys.argv.pop(1)
+Router = importlib.import_module(f"{package}.router").Router
+RouterArgs = importlib.import_module(f"{package}.router_args").RouterArgs
 parser = argparse.ArgumentParser()
 RouterArgs.add_cli_args(parser, use_router_prefix=False)
 Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix=False)).start()
@@ -37,10 +57,12 @@ Router.from_args(RouterArgs.from_cli_args(parser.parse_args(), use_router_prefix
 
 
 @contextmanager
-def running_router(workers: Sequence[str], log: Path, *, policy: str = "round_robin") -> Iterator[str]:
+def running_router(
+    workers: Sequence[str], log: Path, *, policy: str = "round_robin", package: str = SGLANG
+) -> Iterator[str]:
     """The address of a router before these workers."""
     words = ["--policy", policy, "--worker-urls", *workers]
-    with _running(words, len(workers), log) as url:
+    with _running(words, len(workers), log, package) as url:
         yield url
 
 
@@ -49,19 +71,20 @@ def router_of_a_pair(prefill: str, bootstrap_port: int, decode: str, log: Path) 
     """The address of a router before two halves, which looks at their health every second and asks once."""
     looks = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1")
     halves = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
-    with _running([*halves, *looks, "--disable-retries"], 2, log) as url:
+    with _running([*halves, *looks, "--disable-retries"], 2, log, SGLANG) as url:
         yield url
 
 
 @contextmanager
-def _running(words: list[str], workers: int, log: Path) -> Iterator[str]:
+def _running(words: list[str], workers: int, log: Path, package: str) -> Iterator[str]:
     if (sys.platform, os.uname().machine) != MACHINE:
         pytest.skip("the router's wheel is for Linux on x86-64")
-    package = kept(f"{WHEEL.package}-{WHEEL.version}", WHEEL, lambda file, out: zipfile.ZipFile(file).extractall(out))
-    port, env = free_port(), {**os.environ, "PYTHONPATH": str(package)}
+    wheel = WHEELS[package]
+    folder = kept(f"{wheel.package}-{wheel.version}", wheel, lambda file, out: zipfile.ZipFile(file).extractall(out))
+    port, env = free_port(), {**os.environ, "PYTHONPATH": str(folder)}
     ports = ["--port", str(port), "--prometheus-port", str(free_port())]
     hosts = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
-    command = [sys.executable, "-c", LAUNCH, *ports, *hosts, *words]
+    command = [sys.executable, "-c", LAUNCH, package, *ports, *hosts, *words]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -43,6 +43,8 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     **FACTS.environment,
 }
+FORKED = {"SGLANG_CPU_FORK": "1"}
+"""More variables, for a start in two thirds of the CPU time (`sglang_cpu_platform/processes.py`)."""
 PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 """Seconds that a server may take to start, or to answer; more on a machine that others use."""
 CROWD = 16

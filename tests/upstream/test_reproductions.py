@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pinned_wheels import kept
-from tests.support.sglang_router import MACHINE, WHEEL
+from tests.support.sglang_router import MACHINE, SGLANG, WHEELS
 from tests.support.upstream import FAULTS, Fault, patched, site_packages
 
 PYTHON = {"sglang": os.environ["SGLANG_PYTHON"], "vllm": os.environ["VLLM_PYTHON"], "router": sys.executable}
@@ -23,8 +23,9 @@ def test_the_pinned_release_has_the_fault(fault: Fault) -> None:
     if fault.engine == "router":
         if (sys.platform, os.uname().machine) != MACHINE:
             pytest.skip("the router's wheel is for Linux on x86-64")
-        name = f"{WHEEL.package}-{WHEEL.version}"
-        path = kept(name, WHEEL, lambda file, out: zipfile.ZipFile(file).extractall(out))
+        wheel = WHEELS[SGLANG]
+        name = f"{wheel.package}-{wheel.version}"
+        path = kept(name, wheel, lambda file, out: zipfile.ZipFile(file).extractall(out))
     assert fault.is_there(PYTHON[fault.engine], path)
 
 

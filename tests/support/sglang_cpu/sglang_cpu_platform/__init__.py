@@ -14,13 +14,25 @@ def install() -> None:
     """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
-    from sglang_cpu_platform import attention, eagle, faults, halves, kernels, recurrent, sampling, steps, widths
+    from sglang_cpu_platform import (
+        attention,
+        eagle,
+        faults,
+        halves,
+        kernels,
+        processes,
+        recurrent,
+        sampling,
+        steps,
+        widths,
+    )
 
     attention.install()
     eagle.install()
     faults.install()
     halves.install()
     kernels.install()
+    processes.install()
     recurrent.install()
     sampling.install()
     steps.install()

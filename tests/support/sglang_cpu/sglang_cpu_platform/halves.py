@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .kernels import Event
 MANAGER = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__"
 WITH_MEMORY_KIND = ("register_memory", "get_reg_descs", "get_xfer_descs", "prep_xfer_dlist")
 """Methods of a NIXL agent that are told the kind of memory."""
+PAUSE_MICROSECONDS = 1000
 
 
 def install() -> None:
@@ -23,10 +25,22 @@ def install() -> None:
 def _on_host(build: Any, *args: Any, **kwargs: Any) -> None:
     from nixl._api import nixl_agent
 
+    _pausing(sys.modules[nixl_agent.__module__].nixlBind)
     setattr(torch.cuda, "Event", Event)  # noqa: B010 - disaggregation/prefill.py takes CUDA's, whatever the device is
     for name in WITH_MEMORY_KIND:
         setattr(nixl_agent, name, _in_host_memory(getattr(nixl_agent, name)))
     build(*args, **kwargs)
+
+
+def _pausing(bindings: Any) -> None:
+    # NIXL lets its thread ask for news without a pause: each half would take one of two cores
+    settings = bindings.nixlAgentConfig
+
+    class Pausing(settings):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PAUSE_MICROSECONDS if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Pausing
 
 
 def _in_host_memory(method: Any) -> Any:
