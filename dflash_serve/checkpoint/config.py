@@ -95,7 +95,7 @@ class Heads(Frozen):
 
 WITHOUT_SINKS = "attention sinks, which the embedded engine and training have not"
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
-BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
+BUILD = "take the bf16 drafter that it was made of; `dflash-serve build` quantises it, to INT8, W4A16, FP8 or NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 """A size of a model; engines count them in 32 bits."""
