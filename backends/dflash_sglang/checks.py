@@ -36,11 +36,14 @@ from .layouts import storage_problems
 from .settings import (
     BACKUP,
     DFLASH,
+    DRAFT_KERNELS,
     DSPARK,
     HOST_RESERVE,
     KEEP_ON_DECODE,
     TRANSFER,
+    WITH_SINKS,
     SGLangSettings,
+    draft_kernels,
     head_problems,
 )
 
@@ -117,6 +120,14 @@ def _drafter_problems(settings: SGLangSettings, drafter: DrafterConfig) -> Itera
         what = f"{family}'s head is its embedding, which SGLang's {drafter.family} cannot draft through (sglang#39362)"
         yield Problem(what, "target.model", "use a plain drafter, or DFlash2 with --backend vllm")
     yield from _attention(settings, drafter)
+    yield from _sinks(settings, drafter)
+
+
+def _sinks(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem]:
+    kernels = settings.in_effect.get(DRAFT_KERNELS) or (draft_kernels(settings.gpu) if settings.gpu else None)
+    if drafter.attention_sinks and kernels not in WITH_SINKS:
+        what = f"attention sinks, which SGLang's attention has in {', '.join(WITH_SINKS)}, not in {kernels or 'all'}"
+        yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", "name one of these, or hardware.gpu")
 
 
 def _widths(settings: SGLangSettings) -> Iterator[Problem]:  # for `auto`, whole blocks are verified, and a note says so

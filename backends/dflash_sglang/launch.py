@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_serve.adapter.launch import DRAFT, SECRETS, DraftForm
 from dflash_serve.adapter.protocol import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig
-from dflash_serve.deployment.gpus import GIB, Gpu
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem, UserError
 
 from .checks import host_memory_problems, problems
@@ -26,6 +26,7 @@ from .settings import (
     WIDTH_VARIABLE,
     SGLangSettings,
     dialect_of,
+    draft_kernels,
 )
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
@@ -35,15 +36,6 @@ LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
-
-
-def draft_kernels(gpu: Gpu) -> str | None:
-    """SGLang's name of the drafter's attention kernels, whose block is not causal; None = SGLang's own choice.
-
-    FlashAttention 4 runs on SM100 and SM103, FlashAttention 3 up to SM90 (attention_registry.py).
-    The target's are SGLang's choice, by model: Gemma 4 has none but `triton` on Hopper, Inkling none but `fa4`.
-    """
-    return "fa4" if gpu.is_sm100 else "fa3" if gpu.compute <= 90 else None
 
 
 def node_arguments(nodes: int, environment: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.settings import ENV_PREFIX
-from dflash_serve.deployment.gpus import GIB
+from dflash_serve.deployment.gpus import GIB, Gpu
 from dflash_serve.errors import Problem, UserError
 
 from .facts import FACTS
@@ -31,6 +31,7 @@ WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
 TRANSFER = "disaggregation-transfer-backend"  # SGLang's flag: the way of K/V from one half of a pair to the other
 BACKUP = "disaggregation-decode-retraction-backup"  # SGLang's flag: the place of a retracted request's K/V
 DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
+WITH_SINKS = ("fa3", "fa4", "triton", "trtllm_mha")  # its kernels that take attention sinks (srt/layers/attention)
 KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
 OFFLOAD = "disaggregation-decode-enable-offload-kvcache"  # SGLang's flag
 ALIKE = (
@@ -67,6 +68,15 @@ def head_problems(heads: Heads) -> Iterator[Problem]:
         yield Problem(what, "drafter.model", do)
     if heads.markov is not None and heads.convolution is not None:
         yield Problem("convolutions beside a Markov head, which no checkpoint of SGLang's has", "drafter.model", other)
+
+
+def draft_kernels(gpu: Gpu) -> str | None:
+    """SGLang's name of the drafter's attention kernels, whose block is not causal; None = SGLang's own choice.
+
+    FlashAttention 4 runs on SM100 and SM103, FlashAttention 3 up to SM90 (attention_registry.py).
+    The target's are SGLang's choice, by model: Gemma 4 has none but `triton` on Hopper, Inkling none but `fa4`.
+    """
+    return "fa4" if gpu.is_sm100 else "fa3" if gpu.compute <= 90 else None
 
 
 def narrow_widths(block_size: int) -> list[int]:

@@ -147,6 +147,10 @@ def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
         yield Problem(what, "drafter", f"install TensorRT-LLM 1.4, or {other}")
     if heads.markov is not None and heads.markov.kind != "vanilla":
         yield Problem(f"a {heads.markov.kind} Markov head: TensorRT-LLM has vanilla ones only", "drafter", other)
+    if heads.attention_sinks:
+        yield Problem(
+            "attention sinks, which no drafter of TensorRT-LLM's has", "drafter", "use --backend sglang or vllm"
+        )
     if (heads.convolution is None) != (heads.selector is None) or (heads.convolution and is_dspark(heads)):
         what = f"{heads.words}: TensorRT-LLM has convolutions together with a selector only, and no other head beside"
         yield Problem(what, "drafter", "use --backend torch")

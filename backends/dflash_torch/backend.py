@@ -17,7 +17,7 @@ from dflash_serve.doctor.evidence import DiagnosableBackend, Steps
 from dflash_serve.errors import Problem, raise_problems
 from dflash_serve.speculation.params import SamplingParams
 
-from .facts import FACTS
+from .facts import FACTS, head_problems
 from .launch import EmbeddedLaunch, choose_waiting, readable, waiting_here
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EmbeddedBackend(LookingBackend, DiagnosableBackend):
         return EmbeddedLaunch(deployment=deployment)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
-        return []
+        return list(head_problems(heads))
 
     def storage_problems(self, checkpoint: Checkpoint) -> list[Problem]:
         return []

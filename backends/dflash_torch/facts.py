@@ -5,10 +5,14 @@ Counters of slots and widths are those of every engine: `dflash_serve.adapter.co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dflash_serve.adapter.counters import LINES, read_slot_counters, where_absent
 from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal
 from dflash_serve.adapter.refusals import deployment_keys
+from dflash_serve.checkpoint.config import WITHOUT_SINKS, Heads
 from dflash_serve.common.prometheus import Scrape, gauge, rate
+from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 PREFIX = "dflash:"
@@ -95,3 +99,9 @@ FACTS = EngineFacts(
     server_flags=SERVER_FLAGS,
     refusals=REFUSALS,
 )
+
+
+def head_problems(heads: Heads) -> Iterator[Problem]:
+    """Heads that the embedded engine does not run."""
+    if heads.attention_sinks:
+        yield Problem(WITHOUT_SINKS, "drafter.model", "use --backend sglang or vllm")

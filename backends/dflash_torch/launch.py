@@ -48,7 +48,7 @@ from dflash_serve.deployment.gpus import GIB
 from dflash_serve.deployment.variables import COST_TABLE, given_cost
 from dflash_serve.errors import Problem, UserError, first_line, raise_problems
 
-from .facts import FACTS, MODULES, SETTINGS_PREFIX
+from .facts import FACTS, MODULES, SETTINGS_PREFIX, head_problems
 from .server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -347,6 +347,7 @@ class EmbeddedLaunch(Launch):
         problems += drafter_quantization_problems(deployment, checkpoint.quantization)
         if checkpoint.config is None:
             return problems
+        problems += head_problems(checkpoint.config)
         problems += [*check_pairing(checkpoint.config, shape), *block_problems(deployment, checkpoint.config)]
         return [*problems, *measurement_problems(deployment)]
 

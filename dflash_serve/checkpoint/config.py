@@ -63,6 +63,8 @@ class Heads(Frozen):
     confidence: ConfidenceConfig | None = None
     convolution: ConvolutionConfig | None = None
     selector: SelectorConfig | None = None
+    attention_sinks: bool = False
+    """Each head of a layer has a logit of its own in the softmax, which takes weight and gives no value."""
 
     @property
     def family(self) -> Literal["DFlash", "DFlash2", "DSpark"]:
@@ -86,12 +88,14 @@ class Heads(Frozen):
         parts += ["confidence head"] if self.confidence else []
         parts += [f"convolutions of {self.convolution.taps} taps"] if self.convolution else []
         parts += [f"selector among {self.selector.top_k}"] if self.selector else []
+        parts += ["attention sinks"] if self.attention_sinks else []
         parts += [f"{self.draft_vocabulary:,} tokens"] if self.draft_vocabulary else []
         return ", ".join([*parts, *(["anchor-first slots"] if self.slots == "anchor-first" else [])])
 
 
+WITHOUT_SINKS = "attention sinks, which the embedded engine and training have not"
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
-BUILD = "build it with `dflash-serve build`, which writes FP8 and NVFP4"
+BUILD = "take the bf16 drafter that it was made of; `dflash-serve build` quantises it, to INT8, W4A16, FP8 or NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 """A size of a model; engines count them in 32 bits."""
@@ -286,6 +290,8 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         layer = f"layers.{index}"
         shapes |= dict(layer_tensors(config, layer, qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True))
+        if config.attention_sinks:
+            shapes[f"{layer}.self_attn.attention_sink_bias"] = (config.num_attention_heads,)
     return shapes | _head_tensors(config)
 
 

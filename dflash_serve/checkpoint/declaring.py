@@ -103,7 +103,9 @@ def _arguments(scheme: Scheme) -> dict[str, object]:
 
 def _inputs(scheme: Scheme) -> dict[str, object] | None:
     # Activations: 4 bits by groups beside NVFP4 with their scale, 8 bits beside FP8 and INT8, else as they are.
-    if scheme.format in ("w4a16", "w8a16", "mxfp4") or (scheme.format == "nvfp4" and not scheme.static_inputs):
+    if scheme.weights_alone or scheme.format in ("w4a16", "w8a16", "mxfp4"):
+        return None
+    if scheme.format == "nvfp4" and not scheme.static_inputs:
         return None
     common: dict[str, object] = {"num_bits": scheme.bits, "type": "int" if scheme.format == "int8" else "float"}
     common |= {"symmetric": True, "dynamic": True, "strategy": "token", "group_size": None}

@@ -397,6 +397,7 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
         symmetric=weights.get("symmetric") is not False,
         ordered=weights.get("actorder") == "group",
         static_inputs=isinstance(inputs, dict) and inputs.get("dynamic") is not True,
+        weights_alone=format in ("fp8", "fp8-block") and inputs is None,
     )
 
 

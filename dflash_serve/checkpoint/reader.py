@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig, expected_tensors
 from dflash_serve.checkpoint.dialects import speculators, zlab
-from dflash_serve.checkpoint.dialects.keys import Dialect, pairs_neighbours
+from dflash_serve.checkpoint.dialects.keys import Dialect, embedding_is_copied, pairs_neighbours
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.quantization import Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.section import ConfigSection
@@ -60,6 +60,7 @@ MAY_BE_ZERO = (
     "confidence_head.proj.weight",
 )
 """Endings of tensors that may be all zero: zero points, and heads before their training."""
+EMBEDDING = "embed_tokens.weight"
 HINT = "`dflash-serve inspect` shows all"
 TRAIN_AGAIN = "download the drafter again, or train it again"
 PLAIN = ("DFlashDraftModel", "DFlashSpeculator", "Qwen3DFlashModel")
@@ -76,6 +77,7 @@ class Checkpoint:
     dialect: Dialect | None = None
     quantization: Quantization | None = None  # None = not quantised
     neighbours: bool = False  # RoPE pairs neighbours: rows of queries and keys are put in order when they are read
+    copies: frozenset[str] = frozenset()  # names of tensors that repeat the target's own and are skipped
     headers: dict[str, Header] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)  # our tensor names, with scales -> their place in the files
     quantised: dict[str, Scheme] = field(default_factory=dict)  # our names of quantised modules -> their storage
@@ -116,7 +118,7 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
             checkpoint.config,
             checkpoint.problems,
             where=str(checkpoint.folder),
-            copies=checkpoint.dialect.copies_of_target,
+            copies=checkpoint.copies,
             schemes=schemes,
         )
         checkpoint.quantised = {name: _with_inputs(checkpoint, name) for name in checkpoint.quantised}
@@ -191,7 +193,7 @@ def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
     named = " ".join([*config.architectures, *kinds]).lower()
     if config.given("attention_mode", str) == "mla" or any(name.lower() in named for name in LATENT):
         what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
-        return what, PLAIN_DRAFTER
+        return what, f"serve it by the engine itself (vLLM and TensorRT-LLM have Kimi-K3's), or {PLAIN_DRAFTER}"
     for head in (*HEADS_BY_TENSOR, "xPress", "DFlare"):
         if head not in SUPPORTED_HEADS and head.lower() in named:
             return f"the drafter has a {head} head, which is not supported yet", PLAIN_DRAFTER
@@ -225,6 +227,8 @@ def _describe(folder: Path, unreadable: list[Problem]) -> Checkpoint:
     stored = {proper_name(name) for name in checkpoint.headers}
     config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)
     checkpoint.config = None if unread else config
+    checkpoint.copies = checkpoint.dialect.copies_of_target if checkpoint.dialect else frozenset()
+    checkpoint.copies |= {EMBEDDING} if embedding_is_copied(raw) else set()
     return checkpoint
 
 

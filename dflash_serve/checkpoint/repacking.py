@@ -151,6 +151,9 @@ def _in_layout(scheme: Scheme, weight: QuantizedTensor, layout: Layout | None) -
     if (scheme.format, scheme.strategy, layout) == ("fp8", "channel", "fp8"):
         what = "`quant_method: fp8` has no scales by row"
         raise UserError(what, where="--layout", do="take compressed-tensors or modelopt")
+    if scheme.weights_alone and layout != "compressed-tensors":
+        what = f"{LAYOUTS[layout]} rounds activations beside FP8 weights, and this drafter's are not rounded"
+        raise UserError(what, where="--layout", do="take compressed-tensors, or --dequantise")
     static = weight.input_scale is not None and scheme.format != "int8"  # their activations are scaled as they come
     return replace(scheme, layout=layout, static_inputs=static)
 

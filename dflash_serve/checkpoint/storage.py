@@ -58,6 +58,7 @@ class Scheme:
     symmetric: bool = True
     ordered: bool = False  # columns belong to groups by weight_g_idx
     static_inputs: bool = False  # activations have a scale in the checkpoint
+    weights_alone: bool = False  # of compressed-tensors' FP8: activations stay as they are
 
     @property
     def bits(self) -> int:

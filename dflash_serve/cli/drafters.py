@@ -153,7 +153,7 @@ def inspect(
     # Reading gigabytes of weights takes a while, so a terminal says it.
     with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
         problems = checkpoint.problems + weight_problems(checkpoint)
-    notes: list[str] = []
+    notes = _list_notes(checkpoint)
     family, pairing = None, Precisions(precision_of_training(drafter), None)
     if target is not None and checkpoint.config is not None:
         try:
@@ -421,6 +421,15 @@ def _print(
         console.print(Text("problem  ", style="bold red").append(line, style="default"))
     if not problems:
         console.print(Text("no problems found", style="green"))
+
+
+def _list_notes(checkpoint: Checkpoint) -> list[str]:
+    wrong = checkpoint.mislisted
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    said = f"the files say otherwise than the tensors whether {wrong[0]}{more} is quantised"
+    return [f"{said}; dflash-serve goes by the tensors, engines by the files: `dflash-serve convert` corrects them"]
 
 
 def _of_engine(each: EngineVerdict) -> str:

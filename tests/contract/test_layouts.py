@@ -27,11 +27,16 @@ from tests.support.tiny_target import write_tiny_target
 
 ENGINE = next((name for name in ("sglang", "vllm") if find_spec(name)), "")
 pytestmark = pytest.mark.skipif(not ENGINE, reason="neither SGLang nor vLLM is installed")
-PLAIN = "plain"
+PLAIN, SINKS = "plain", "attention sinks"
 DENSE: dict[str, Collection[str]] = {"o_proj": ("o_proj",), "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
 """Products that published drafters leave in bf16, in all layers."""
 MIXED = [(name, dense) for name in ("int8", "w4a16", "modelopt nvfp4", "hf fp8") for dense in DENSE]
-NAMES = [PLAIN, *LAYOUTS, *(f"{name} without {dense}" for name, dense in MIXED)]
+NAMES = [
+    PLAIN,
+    *([SINKS] if ENGINE == "sglang" else []),
+    *LAYOUTS,
+    *(f"{name} without {dense}" for name, dense in MIXED),
+]
 CLOSE = 0.01
 """Relative error of products in bfloat16."""
 
@@ -49,8 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = whole_blocks(target)
     for name in NAMES:
         dense = DENSE.get(name.partition(" without ")[2], ())
-        write(folder / name, config, layout_of(name), dense=dense)
+        heads = config.model_copy(update={"attention_sinks": name == SINKS})
+        write(folder / name, heads, layout_of(name), dense=dense)
         fields = {"target": {"model": str(target)}, "drafter": {"model": str(folder / name / PUBLISHED)}}
+        fields |= {"engine_args": {"sglang": {"speculative-draft-attention-backend": "triton"}}}  # has sinks
         launch = backend(ENGINE).launch(Deployment.model_validate(fields))  # type: ignore[attr-defined]
         if not launch.problems:
             launch.prepare(folder / name)

@@ -18,7 +18,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.gpus import GPUS
 from dflash_sglang import SGLangBackend
 from dflash_sglang.engine_arguments import PINNED, _parser
-from dflash_sglang.launch import draft_kernels
+from dflash_sglang.settings import draft_kernels
 from tests.support.golden_deployments import FOLDER as GOLDEN
 from tests.support.golden_deployments import NAMES, hub
 from tests.support.heads import HEADS

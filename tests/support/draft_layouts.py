@@ -307,6 +307,9 @@ def errors(model: Module, plain: Path) -> Iterator[tuple[str, float]]:
             with torch.inference_mode():
                 made = layer.get_submodule(product)(given)[0].float()
             yield f"layers.{index}.{product}", relative(made, linear(given.float(), weight))
+        sinks = f"layers.{index}.self_attn.attention_sink_bias"
+        if sinks in numbers:
+            yield sinks, relative(layer.get_parameter("self_attn.attention_sink_bias").float(), numbers[sinks].float())
 
 
 def relative(made: Tensor, expected: Tensor) -> float:

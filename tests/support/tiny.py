@@ -128,7 +128,7 @@ def write_in_layout(
             weight = replace(weight, values=values, scale=scale)
         quantised[module] = scheme
         state |= {f"{module}.{leaf}": part for leaf, part in stored_tensors(scheme, weight).items()}
-    write_tiny_drafter(folder, config)
+    write_tiny_drafter(folder, config, dialect="zlab" if config.markov is None else "deepspec")
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
     for file, fields in declarations(config, quantised).items():
         known = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}

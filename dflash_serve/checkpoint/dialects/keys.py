@@ -66,11 +66,31 @@ def inexpressible(what: str, dialect: str) -> UserError:
 def refuse_other_attention(config: ConfigSection) -> None:
     """Adds problems for attention that is not supported."""
     config.refuse("attention_mode", ("gqa", "mha"), "only grouped-query attention is supported", PLAIN_DRAFTER)
-    config.refuse("attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
-    config.refuse("add_swa_attention_sink_bias", (False,), "attention sinks are not supported yet", PLAIN_DRAFTER)
     config.refuse("attention_value_scale", (1,), "scaled attention values are not supported yet", PLAIN_DRAFTER)
     kinds = ("dflash", "dspark", "dflash2")
     config.refuse("projector_type", kinds, "only DFlash, DFlash2 and DSpark are supported", PLAIN_DRAFTER)
+
+
+SINKS = "attention_sink_bias"
+
+
+def read_sinks(config: ConfigSection) -> bool:
+    """The drafter's layers have attention sinks; the second name is MiMo's."""
+    return config.either(SINKS, "add_swa_attention_sink_bias", bool) is True
+
+
+OWN_EMBEDDING = "a drafter with an embedding of its own is not supported yet"
+
+
+def refuse_own_embedding(config: ConfigSection) -> None:
+    """Adds a problem for a drafter whose embedding was trained, or may have been; a frozen one is the target's."""
+    if not embedding_is_copied(config.raw):
+        config.refuse("has_embed_tokens", (False,), OWN_EMBEDDING, PLAIN_DRAFTER)
+
+
+def embedding_is_copied(raw: Mapping[str, object]) -> bool:
+    """A config.json says that the drafter's embedding is the target's, which its training left as it was (NVIDIA)."""
+    return raw.get("has_embed_tokens") is True and raw.get("train_embed_tokens") is False
 
 
 MARKOV_KEYS = {
@@ -99,6 +119,7 @@ def read_heads(config: ConfigSection, stored: Collection[str], *, markov_kind: s
     return {
         "markov": markov,
         "confidence": _confidence(config, stored, markov),
+        "attention_sinks": read_sinks(config),
         "convolution": convolution and ConvolutionConfig(taps=convolution[0], group_size=convolution[1]),
         "selector": selector and SelectorConfig(rank=selector[0], top_k=selector[1]),
     }
@@ -178,6 +199,7 @@ PARTS: Mapping[str, Callable[[DrafterConfig], bool]] = {
     "a Markov head": lambda config: config.markov is not None,
     "a drafter without a Markov head": lambda config: config.markov is None,
     "a confidence head": lambda config: config.confidence is not None,
+    "attention sinks": lambda config: config.attention_sinks,
     "convolutions": lambda config: config.convolution is not None,
     "convolutions without a candidate selector": lambda config: config.convolution is not None and not config.selector,
     "convolutions beside a Markov head": lambda config: config.convolution is not None and config.markov is not None,

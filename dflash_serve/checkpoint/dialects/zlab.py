@@ -43,6 +43,7 @@ from dflash_serve.checkpoint.config import (
 from dflash_serve.checkpoint.dialects.keys import (
     DRAFTER_KEYS,
     HEAD_KEYS,
+    SINKS,
     SLOT_KEYS,
     UNKNOWN,
     Dialect,
@@ -60,6 +61,7 @@ from dflash_serve.checkpoint.dialects.keys import (
     read_transformer,
     read_windows,
     refuse_other_attention,
+    refuse_own_embedding,
     refuse_parts,
     rope_theta_and_scaling,
     write_transformer,
@@ -136,7 +138,7 @@ def read_fields(
     check_architecture(config, ARCHITECTURES)
     config.only(TOP_LEVEL | set(known), UNKNOWN)
     refuse_other_attention(dflash)
-    config.refuse("has_embed_tokens", (False,), "a drafter with an embedding of its own is not supported yet")
+    refuse_own_embedding(config)
     config.refuse("has_lm_head", (False,), "a drafter with a whole head of its own is not supported yet")
     depth = dflash.optional_integer("num_target_layers")
     softcap = dflash.given("final_logit_softcapping", float)
@@ -209,6 +211,7 @@ def write_fields(config: DrafterConfig, dialect: str) -> tuple[dict[str, object]
         "input_embedding_scale": (config.embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcap, None),
+        SINKS: (config.attention_sinks, False),
     }
     section |= {key: value for key, (value, default) in unless.items() if value != default}
     fields = {
@@ -256,7 +259,8 @@ def write_deepspec(config: DrafterConfig, target: str | None) -> dict[str, objec
     """config.json as DeepSpec saves it. SGLang and vLLM read it if the drafter has a Markov head."""
     refuse_parts(config, "deepspec", *NOT_DSPARK)
     fields, section = write_fields(config, "deepspec")
-    return {**fields, **section, **markov_keys(config), "architectures": [DEEPSPEC_ARCHITECTURE]}
+    inner = {"dflash_config": section} if config.attention_sinks else {}  # the only place where engines read sinks
+    return {**fields, **section, **inner, **markov_keys(config), "architectures": [DEEPSPEC_ARCHITECTURE]}
 
 
 def write_specforge(config: DrafterConfig, target: str | None) -> dict[str, object]:

@@ -97,6 +97,20 @@ NEMOTRON_DSPARK: Raw = {
     },
 }
 """NVIDIA-Nemotron-3.5-Lightning's, without its quantisation."""
+NEMOTRON_DFLASH: Raw = {
+    **{key: value for key, value in NEMOTRON_DSPARK.items() if key not in ("block_size", "markov_rank")},
+    **{"architectures": ["DFlashDraftModel"], "layer_types": ["full_attention"] * 6, "sliding_window": None},
+    **{"dspark_fixup_head_type": None, "dspark_markov_rank": None, "dspark_bonus_anchor": None},
+    **{"attention_sink_bias": False, "dflash_query_causal": False, "markov_head_type": None},
+    "rope_parameters": {
+        **{"factor": 128.0, "original_max_position_embeddings": 8192, "rope_theta": 10000, "rope_type": "yarn"},
+    },
+    "dflash_config": {
+        **{"attention_sink_bias": False, "causal": False, "mask_token_id": 990, "use_swa": False},
+        **{"target_layer_ids": [1, 5, 19, 29, 41, 51], "sample_from_anchor": False},
+    },
+}
+"""Its plain sibling's, which has no sinks, and no block_size."""
 
 
 def config_json(drafter: CataloguedDrafter) -> Raw:
@@ -108,7 +122,7 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
     if owner == "meta-models":
         return MUSE_GLIMMER
     if "Nemotron" in name:
-        return NEMOTRON_DSPARK
+        return NEMOTRON_DSPARK if "DSpark" in name else NEMOTRON_DFLASH
     plain = _plain(drafter)
     if "Domino" in name:
         inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}

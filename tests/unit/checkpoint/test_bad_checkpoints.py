@@ -253,7 +253,7 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
         {"dflash_config.use_swa": True, "dflash_config.swa_window_size": 9, "sliding_window": 8},
         "dflash_config.swa_window_size is 9 but sliding_window is 8",
     ),
-    ("zlab", {"dflash_config.attention_sink_bias": True}, "attention sinks"),
+    ("zlab", {"dflash_config.attention_sink_bias": True}, "attention_sink_bias [4] is missing"),
     (
         "zlab",
         {"quantization_config": {"quant_method": "awq"}},

@@ -80,12 +80,29 @@ def test_packed_parameters_are_counted_one_by_one(name: str, tmp_path: Path) -> 
     assert json.loads(told.output)["parameters"] == sum(map(prod, expected_tensors(even_config()).values()))
 
 
+@pytest.mark.parametrize("scheme", [Scheme("fp8", CT, "channel"), Scheme("fp8-block", CT, "block")])
+def test_fp8_of_weights_alone_stays_so(scheme: Scheme, tmp_path: Path) -> None:
+    folder, group = write_in_layout(tmp_path / "d", scheme), "quantization_config.config_groups.group_0"
+    edit_json(folder / "config.json", {f"{group}.input_activations": None})
+    result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert written["config_groups"]["group_0"]["input_activations"] is None
+    refused = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "other"), "--layout", "modelopt"])
+    assert "rounds activations beside FP8 weights" in str(refused.exception)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_list_that_contradicts_the_tensors_is_known(tmp_path: Path) -> None:
     folder = write_in_layout(tmp_path / "d", Scheme("int8", CT, "channel"))
     edit_json(folder / "config.json", {"quantization_config.ignore": ["re:.*down_proj"]})
     checkpoint = open_checkpoint(folder)
     assert checkpoint.mislisted == ["fc", "layers.0.mlp.down_proj", PRODUCT]
     assert checkpoint.problems == []
+    (note,) = json.loads(CliRunner().invoke(app, ["inspect", str(folder), "--json"]).output)["notes"]
+    assert note.startswith("the files say otherwise than the tensors whether fc and 2 more is quantised")
+    CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out")])
+    assert json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "--json"]).output)["notes"] == []
 
 
 def test_a_fused_product_is_cut_with_its_words_scales_and_zero_points(tmp_path: Path) -> None:

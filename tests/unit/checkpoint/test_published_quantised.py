@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dflash_serve.checkpoint.config import ConvolutionConfig, DrafterConfig, SelectorConfig
+from dflash_serve.adapter.registry import backend
+from dflash_serve.adapter.verdicts import checkpoint_verdict
+from dflash_serve.checkpoint.config import ConvolutionConfig, DrafterConfig, MarkovConfig, SelectorConfig
 from dflash_serve.checkpoint.formats import quantize, relative_error, stored_tensors
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.storage import Layout, Scheme
@@ -25,6 +27,7 @@ from dflash_serve.errors import UserError
 from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
 
 CT: Layout = "compressed-tensors"
+SINK = "layers.1.self_attn.attention_sink_bias"
 QKV = ("q_proj", "k_proj", "v_proj")
 NOT_QUANTISED = [
     *("candidate_selector.hidden_projection", "fc"),
@@ -113,20 +116,39 @@ def test_it_is_read_and_every_engine_can_have_it(name: str, tmp_path: Path) -> N
         assert (written.quantization is None) == bool(options)
 
 
-def test_nvidias_nemotron_quantises_fc_too(tmp_path: Path) -> None:
-    """Its attention sinks are refused elsewhere; what is left is read, and `convert` makes `fc` plain for engines."""
-    scheme = Scheme("nvfp4", static_inputs=True)
-    folder = write_in_layout(tmp_path / "d", scheme)
+def test_nvidias_nemotron_is_served_once_it_is_converted(tmp_path: Path) -> None:
+    """W4A16_NVFP4 of the MLPs, `fc` and the head's second matrix; sinks, and a copy of the target's embedding."""
+    scheme, folder = Scheme("nvfp4"), tmp_path / "d"
+    parts = {"markov": MarkovConfig(kind="vanilla", rank=16), "attention_sinks": True}
+    config = even_config().model_copy(update=parts)
+    write_in_layout(folder, scheme, config, dense=(*QKV, "o_proj"))
     state = load_file(folder / "model.safetensors")
-    fc = quantize(state.pop("fc.weight"), "nvfp4", torch.tensor(0.01))
-    state |= {f"fc.{leaf}": tensor for leaf, tensor in stored_tensors(scheme, fc).items()}
-    save_file(state, folder / "model.safetensors")
-    edit_json(folder / "hf_quant_config.json", {"quantization.exclude_modules": []})
-    edit_json(folder / "config.json", {"quantization_config": None})
+    for module in ("fc", "markov_head.markov_w2"):
+        weight = quantize(state.pop(f"{module}.weight"), "nvfp4")
+        state |= {f"{module}.{leaf}": tensor for leaf, tensor in stored_tensors(scheme, weight).items()}
+    embedding = torch.randn(config.vocab_size, config.hidden_size)
+    save_file({**state, "embed_tokens.weight": embedding}, folder / "model.safetensors")
+    excluded = ["*embed_tokens*", "*markov_w1*", "*self_attn*"]
+    edit_json(folder / "hf_quant_config.json", {"quantization.exclude_modules": excluded})
+    edit_json(folder / "config.json", {"quantization_config": None, "dflash_config.causal": False})
+    edit_json(folder / "config.json", {"has_embed_tokens": True, "train_embed_tokens": None})
+    assert "an embedding of its own" in problems_of(folder)[0].what
+    edit_json(folder / "config.json", {"has_embed_tokens": True, "train_embed_tokens": False})
     checkpoint = open_checkpoint(folder)
-    assert (checkpoint.problems, checkpoint.mislisted, "fc" in checkpoint.quantised) == ([], [], True)
-    result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), "--json"])
-    assert json.loads(result.output)["weights"]["decoded"] == ["fc"]
+    assert (problems_of(folder), checkpoint.mislisted, len(checkpoint.quantised)) == ([], [], 8)
+    engines = {name: backend(name) for name in ("sglang", "vllm", "torch", "tensorrt-llm")}
+    before = {name: checkpoint_verdict(one, checkpoint, "qwen3").verdict for name, one in engines.items()}
+    assert before == {
+        **dict.fromkeys(("sglang", "vllm"), "after convert"),
+        "torch": "refused",
+        "tensorrt-llm": "refused",
+    }
+    options = ["--to", "deepspec", "--layout", "compressed-tensors", "--json"]
+    result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), *options])
+    assert json.loads(result.output)["weights"]["decoded"] == ["fc", "markov_head.markov_w2"]
+    after = open_checkpoint(tmp_path / "out")
+    assert [checkpoint_verdict(engines[name], after, "qwen3").verdict for name in ("sglang", "vllm")] == ["served"] * 2
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")[SINK], state[SINK])
 
 
 @pytest.mark.parametrize(
