@@ -294,7 +294,10 @@ def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
     for asked, answer in zip(own, found, strict=True):
         told = answer["meta_info"]
         if asked == "off":
-            assert (told["spec_verify_ct"], told["spec_num_correct_drafts"]) == (told["completion_tokens"] - 1, 0)
+            assert told["spec_num_correct_drafts"] == 0
+            assert (
+                12 <= told["spec_verify_ct"] <= told["completion_tokens"] - 1
+            )  # a retracted request is prefilled again
         elif asked == 3:
             assert told["spec_num_correct_drafts"] <= 2 * told["spec_verify_ct"]
     after = server.samples.by(f"{STEPS}_total", "width")

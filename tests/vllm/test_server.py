@@ -353,7 +353,7 @@ def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
     alone = [server.complete(prompt, TOKENS)["token_ids"] for prompt in prompts[: len(OWN)]]
     assert [answer["token_ids"] for answer in found] == alone
     assert since(server, before)[1] >= TOKENS - 1
-    for name, asked, said in (("auto", 9, "a number of slots from 1 to 8"), ("full", "off", "a width of this request")):
+    for name, asked, said in (("auto", 9, "a number of slots from 1 to 8"), ("3", "off", "a width of this request")):
         with pytest.raises(urllib.error.HTTPError) as refused:
             servers[name].ready.result().complete(prompts[0], 8, vllm_xargs={"speculative": asked})
         assert refused.value.code == 400
