@@ -16,17 +16,12 @@ from typing import Any
 import pytest
 
 from dflash_serve.adapter.counters import ACCEPTED, STEPS
-from dflash_serve.client.endpoint import Endpoint
-from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE
-from dflash_serve.verify.questions import FEWEST, VerifyPlan
-from dflash_serve.verify.subjects import ONE_SERVER, one_server
-from dflash_serve.verify.verification import Verification
 from dflash_sglang.facts import DRAFT_SECONDS, FACTS
 from tests.support.fleet import Berth, Fleet, ahead, fleet
 from tests.support.promql import exported, missing
-from tests.support.sglang_server import PATIENCE, OnCpu, Server, deployment, serving, tiny_pair
+from tests.support.sglang_server import OnCpu, Server, deployment, serving, tiny_pair
 from tests.support.tiny import write_tiny_drafter
 
 PROMPTS = [
@@ -303,29 +298,6 @@ def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
     after = server.samples.by(f"{STEPS}_total", "width")
     widths = {width: count - before.get(width, 0) for width, count in after.items()}
     assert widths[1] >= sum(answer["meta_info"]["spec_verify_ct"] for answer in found[::4])
-    if way != MEASURED:  # by its costs a draft may never pay
-        assert max(width for width, count in widths.items() if count) > 3
-    assert penalised(server, **with_own_width("off")) == truth["penalised"]
-    assert penalised(server, **with_own_width("off"), **NEARLY_GREEDY) == truth["penalised"]
-    for asked, said in ((BLOCK + 1, f"from 1 to {BLOCK}"), ("no", "neither auto, off nor a number")):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            server.generate("the", **with_own_width(asked))
-        assert refused.value.code == 400
-        assert said in refused.value.read().decode()
-
-
-def test_verify_compares_one_server_with_itself(server: Server, way: Way) -> None:
-    if WAYS[DAILY] is not way:
-        pytest.skip("one way is enough")
-    plan = VerifyPlan(
-        prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
-        dtype="float32",
-    )  # fmt: skip
-    pair = one_server(Endpoint(server.url, timeout=PATIENCE, concurrency=8))
-    found = Verification(plan, PROMPTS, pair, Store(None, {})).run()
-    assert (found.verdict, found.faults, found.reasons) == ("lossless", {}, ())
-    assert found.headline.endswith(ONE_SERVER)
-    assert (found.acceptance.accepted or 0) > 0
 
 
 def test_penalties_matter_here(truth: dict[str, Any]) -> None:
