@@ -47,7 +47,7 @@ def run_step(
     Args:
         state: what the target verifies with; None = SGLang's own, for whole blocks.
         penalties: the counts of the batch's penalised requests; None = it has none.
-        most: most tokens [n] that each request may gain, where requests have widths of their own; None = `width`.
+        most: most tokens [n] that each request may gain; None = `width`.
     """
     prefix, draft_input = batch.seq_lens, batch.spec_info
     prefix.record_stream(torch.get_device_module(worker.device).current_stream())
@@ -64,10 +64,7 @@ def run_step(
         best = _best(worker, batch, logits, penalties)
         if best is None:
             _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
-        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
-        if most is not None:
-            gained, bonus = _limited(gained, bonus, out_tokens, most)
-            lengths = prefix + gained
+        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best, most)
         worker._update_target_mamba_state_after_verify(  # the attention that verified knows where states lie
             batch=batch, seq_lens_pre_verify=prefix, seq_lens_post_verify=lengths, commit_lens=gained
         )
@@ -268,7 +265,7 @@ def _constrain(
 
 
 def _accept(
-    worker: Any, batch: Any, draft_input: Any, tokens: Any, logits: Any, best: Any
+    worker: Any, batch: Any, draft_input: Any, tokens: Any, logits: Any, best: Any, most: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Tokens gained [n], bonus tokens [n], the tokens [n, w] and the new lengths [n], by SGLang's own acceptance.
 
@@ -294,6 +291,9 @@ def _accept(
         )
     finally:
         worker.block_size, worker._draft_probs_buf = block, whole
+    if most is not None:
+        gained, bonus = _limited(gained, bonus, out_tokens, most)
+        lengths = None  # they were those of all tokens
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
 
 
