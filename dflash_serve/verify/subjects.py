@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import sleep
 from typing import Protocol
 
 from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.own_width import FIELD, OFF, WAYS
 from dflash_serve.adapter.protocol import ServerBackend
 from dflash_serve.adapter.registry import EMBEDDED, embedded_backend
 from dflash_serve.answers.engine import Chunk, Engine, Prompt, Stream
@@ -27,7 +29,9 @@ LATE = (
     "with overlapped scheduling SGLang penalises a token by those before the last one only; start the plain server "
     "with --disable-overlap-schedule to test them"
 )
-SWITCHED_OFF = {"speculative": "off"}  # Field of a request that is not drafted for
+DRAFTS = "it drafts all the same"
+UNTOLD_DRAFTS = "neither its answers nor its metrics tell how many tokens were drafted"
+READINGS, BETWEEN_READINGS = 20, 0.05  # most readings until metrics stay as they are, and seconds from one to the next
 ONE_SERVER = "faults that requests without speculation share (one server was asked both ways)"
 UNTOLD = "SGLang may penalise a token by those before the last one only: its /server_info, which tells, is not found"
 Description = Mapping[str, str | None]  # A report's description of a subject; it holds no secrets
@@ -164,23 +168,64 @@ class ServerSubject:
 
 
 class SwitchedSubject(ServerSubject):
-    """A server that is asked not to draft; each answer tells if it did."""
+    """A server that is asked not to draft, in the first way that works.
+
+    Each answer tells that nothing was drafted for it; where answers do not tell, the server's metrics must, which then
+    count no other client's requests.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint)
+        self._plainly, self._is_told = replace(endpoint, always=WAYS[0]), True
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        for index, reply in super().answers(questions, top_logprobs=top_logprobs):
-            self._refuse_drafts(reply)
+        before = None if self._is_told else self._settled()
+        for index, reply in enumerate(self._plainly.complete_all(questions, top_logprobs=top_logprobs)):
+            if reply.drafted:
+                raise self._disobeyed(DRAFTS)
             yield index, reply
+        if before is not None and self._settled().since(before).verifications != 0:
+            raise self._disobeyed(f"{DRAFTS}, or others use it meanwhile")
 
     def speculates(self, probe: Question | None = None) -> bool | None:
         if probe is not None:
-            for _, reply in self.answers([probe]):
-                if reply.drafted is None:
-                    raise self._disobeyed("its answers do not tell how many tokens were drafted")
+            self._find_way(probe)
         return False
 
-    def _refuse_drafts(self, reply: Reply) -> None:
-        if reply.drafted:
-            raise self._disobeyed("it drafts all the same")
+    def wrong_penalties(self) -> str | None:
+        return None  # our own steps count them, at width 1, too
+
+    def _find_way(self, probe: Question) -> None:
+        drafted, is_told = self._drafted_for(self.endpoint, probe)
+        if not drafted:
+            raise self._disobeyed(UNTOLD_DRAFTS if drafted is None else "it drafts for no request")
+        refused = ""
+        for way in WAYS:
+            self._plainly, self._is_told = replace(self.endpoint, always=way), is_told
+            try:
+                if self._drafted_for(self._plainly, probe)[0] == 0:
+                    return
+            except RefusedError as error:  # other engines do not know the field, ours says why it cannot
+                refused = error.what if FIELD in error.what else refused
+        raise self._disobeyed(refused or DRAFTS)
+
+    def _drafted_for(self, endpoint: Endpoint, probe: Question) -> tuple[float | None, bool]:
+        """Drafted tokens, or steps with some, for a question, and True if the answer told; None = unknown."""
+        before = self._settled()
+        reply = next(endpoint.complete_all([probe]))
+        if reply.drafted is not None:
+            return reply.drafted, True
+        return self._settled().since(before).verifications, False
+
+    def _settled(self) -> ServerReading:
+        # some engines count a step after its answer has gone out
+        last = self._reading()
+        for _ in range(READINGS):
+            sleep(BETWEEN_READINGS)
+            last, before = self._reading(), last
+            if last.acceptance == before.acceptance:
+                break
+        return last
 
     def _disobeyed(self, what: str) -> UserError:
         do = "start a second one without speculation, and give --without-url"
@@ -195,11 +240,11 @@ def one_server(endpoint: Endpoint) -> SubjectPair:
     """
     endpoint.metrics.require("--metrics-url")
     described = {"url": endpoint.base, "model": endpoint.served_model}
-    plain = replace(endpoint, always=SWITCHED_OFF)
+    plain = SwitchedSubject(endpoint)
     return SubjectPair(
         lambda: nullcontext(ServerSubject(endpoint)),
-        lambda: nullcontext(SwitchedSubject(plain)),
-        {WITH: described, WITHOUT: {**described, **SWITCHED_OFF}},
+        lambda: nullcontext(plain),
+        {WITH: described, WITHOUT: {**described, **OFF}},
         context=lambda: endpoint.context,
         plain_is_ours=False,
         agree=lambda prompts: (ONE_SERVER,),

@@ -21,7 +21,11 @@ PLUGIN = Path(dflash_sglang.plugin.__file__).parent
 TREES = {path.stem: ast.parse(path.read_text()) for path in PLUGIN.glob("*.py")}
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 HOOKED = [value for value in vars(dflash_sglang.plugin).values() if str(value).startswith("sglang.")]
-READ = ("sglang.srt.mem_cache.memory_pool.KVCache.post_capture_active",)  # attributes of objects that it hands out
+READ = (
+    "sglang.srt.mem_cache.memory_pool.KVCache.post_capture_active",
+    "sglang.srt.sampling.sampling_params.SamplingParams.custom_params",
+)
+"""Attributes of objects that SGLang hands out."""
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 PLAN = "sglang.srt.mem_cache.kv_loc_plan.KVLocPlan"
@@ -57,7 +61,7 @@ TUPLES = {
     f"{WORKER}._next_accept_bonus_buffers": 5,
     "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": 2,
 }
-OURS = {"counts_penalties", "widths", "states", "penalties", "ranks"}
+OURS = {"_own", "counts_penalties", "widths", "states", "penalties", "ranks"}
 """Attributes of our worker that are not SGLang's; private ones are found in its class."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
@@ -146,7 +147,10 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         host.dynamic_sd_lookup, host.num_spec_tokens = [0, 7, 3, 1], 7
         host.scheduler_config = SimpleNamespace(async_scheduling=False)
         host.vllm_config = SimpleNamespace(speculative_config=None)
-        host.running = [SimpleNamespace(request_id=name, num_computed_tokens=9) for name in ("a", "b")]
+        host.running = [
+            SimpleNamespace(request_id=name, num_computed_tokens=9, sampling_params=None, spec_token_ids=[])
+            for name in ("a", "b")
+        ]
 
     run = SimpleNamespace(costs=lambda: None, survival=lambda: None, drafter=None, keep=lambda *_: None)
     guess = CostModel(target={1: 1.0, 64: 1.0}, draft={1: 0.1, 64: 0.1})
@@ -197,6 +201,67 @@ def test_a_steps_time_is_from_the_last_result_or_from_its_scheduling_after_an_id
         now.seconds, scheduler.running = answered, requests if busy else []
         step(scheduler)
     assert times[1:] == [2, 3, 1, 2]  # the third began after a pause; the fourth was scheduled while it computed
+
+
+def test_a_requests_own_width_bounds_its_drafts_and_those_of_others_stay(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def eight(_: object, ids: list[str], context: int, undraftable: Any = ()) -> list[int]:
+        asked.append(list(undraftable))
+        return [8] * len(ids)
+
+    monkeypatch.setattr(AutoWidth, "widths", eight)
+    first, second = scheduler.running
+    for own, (most, left, drafted) in {
+        None: (None, 7, 7),
+        "off": ("a", 0, 7),
+        3: (None, 2, 7),
+    }.items():
+        first.sampling_params = SimpleNamespace(extra_args={"speculative": own} if own else None)
+        first.spec_token_ids = second.spec_token_ids = list(range(7))
+        assert scheduler.dynamic_sd_lookup[2] == drafted
+        scheduler.schedule()
+        assert (len(first.spec_token_ids), len(second.spec_token_ids)) == (left, 7)
+        assert asked.pop() == ([most] if most else [])
+    first.sampling_params = second.sampling_params = SimpleNamespace(extra_args={"speculative": "off"})
+    assert scheduler.dynamic_sd_lookup[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "ours", "said"),
+    [
+        ("off", "dflash", True, None),
+        ("auto", "dflash", False, None),
+        (None, "dspark", False, None),
+        (5, "dflash", True, None),
+        ("off", "dflash", False, "vllm_xargs.speculative asks for a width of this request alone"),
+        (2, "dspark", False, "serve with speculation.width: auto"),
+        (6, "dflash", True, "vllm_xargs.speculative: 6 is neither auto, off nor a number of slots from 1 to 5"),
+        ("no", "dflash", False, "'no' is neither auto, off"),
+        ("off", "eagle3", False, None),
+    ],
+)
+def test_a_width_that_cannot_be_the_requests_own_is_refused_by_vllms_own_check(
+    given: Any, method: str, ours: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from dflash_vllm.plugin import register
+    from vllm import ModelRegistry, SamplingParams
+
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    monkeypatch.setattr(InputProcessor, "_validate_params", lambda *_: "vLLM's answer")
+    register()
+    register()  # each process may do so more than once
+    processor = SimpleNamespace(vllm_config=server(method, OURS if ours else None))
+    params = SamplingParams(extra_args={"speculative": given} if given else None)
+    if said is None:
+        assert InputProcessor._validate_params(processor, params, ()) == "vLLM's answer"
+        return
+    with pytest.raises(ValueError, match=re.escape(said)):
+        InputProcessor._validate_params(processor, params, ())
 
 
 def test_steps_and_slots_are_counted_by_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,22 @@ from contextlib import nullcontext
 from io import StringIO
 from typing import NamedTuple
 
+import httpx
 import pytest
 from rich.console import Console
 
+from dflash_serve.adapter.own_width import WAYS
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import MetricsSource, ServerReading
-from dflash_serve.common.http import Connection
+from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify import verification
-from dflash_serve.verify.questions import CONTINUED, VerifyPlan
+from dflash_serve.verify.questions import CONTINUED, Question, VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, report_of, show
-from dflash_serve.verify.subjects import ONE_SERVER, ServerSubject, SubjectPair, one_server
+from dflash_serve.verify.subjects import ONE_SERVER, ServerSubject, SubjectPair, SwitchedSubject, one_server
 from dflash_serve.verify.verification import Verification
 from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer
 from tests.support.toy_model import CONTEXT, ToyModel
@@ -130,6 +133,52 @@ def test_a_server_that_ignores_the_switch_is_refused(switched: Servers, monkeypa
     monkeypatch.setattr(switched.cheating, "deaf", True)
     with pytest.raises(UserError, match="a request cannot switch speculation off: it drafts all the same; start a sec"):
         verify_alone()
+
+
+@pytest.fixture
+def silent(switched: Servers, monkeypatch: pytest.MonkeyPatch) -> CheatingServer:
+    """The cheating server: its metrics tell what was drafted, its answers do not."""
+    server = switched.cheating
+    monkeypatch.setattr(server, "tells", False)
+
+    def reading(_: object) -> ServerReading:
+        return ServerReading(0.0, AcceptanceStatistics(server.drafts, 7 * server.drafts, 3 * server.drafts))
+
+    monkeypatch.setattr(ServerSubject, "_reading", reading)
+    return server
+
+
+PROBE = Question("the quick brown fox", SamplingParams(temperature=0, max_tokens=4))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_way_to_switch_is_found_where_only_metrics_tell_what_is_drafted(
+    silent: CheatingServer, monkeypatch: pytest.MonkeyPatch, way: dict[str, object]
+) -> None:
+    monkeypatch.setattr(silent, "way", way)
+    subject = SwitchedSubject(Endpoint(SPECULATING))
+    assert subject.speculates(PROBE) is False
+    before = silent.drafts
+    assert len(list(subject.answers([PROBE, PROBE]))) == 2
+    assert silent.drafts == before
+    monkeypatch.setattr(silent, "way", {})  # from now on it drafts for all of them
+    with pytest.raises(UserError, match="it drafts all the same, or others use it meanwhile"):
+        list(subject.answers([PROBE]))
+
+
+def test_the_reason_of_a_server_that_refuses_the_switch_is_told(
+    silent: CheatingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: CheatingServer, path: str, body: dict[str, object]) -> httpx.Response:
+        if "custom_params" in body:
+            raise RefusedError("HTTP 400: custom_params.speculative: whole blocks", where=path, status=400)
+        return answer(self, path, body)
+
+    answer = CheatingServer.answer
+    monkeypatch.setattr(silent, "deaf", True)
+    monkeypatch.setattr(CheatingServer, "answer", refuses)
+    with pytest.raises(UserError, match=r"switch speculation off: HTTP 400: custom_params\.speculative: whole blocks"):
+        SwitchedSubject(Endpoint(SPECULATING)).speculates(PROBE)
 
 
 @pytest.mark.parametrize("name", ["seeds ignored", "seeds ignored in streams"])

@@ -266,6 +266,40 @@ def test_penalties_are_counted_as_without_speculation_or_refused(
         assert f"does not count the tokens of DFlash steps for {next(iter(asked))}" in refused.value.read().decode()
 
 
+def with_own_width(asked: object) -> dict[str, Any]:
+    return {"custom_params": {"speculative": asked}}
+
+
+def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
+    server: Server, way: Way, truth: dict[str, Any]
+) -> None:
+    """Requests with widths of their own run beside others in the same steps."""
+    if way.speculation["width"] != "auto" or "SGLANG_CPU_FAULT" in way.env:
+        for asked in ("off", 2):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.generate("the", **with_own_width(asked))
+            assert refused.value.code == 400
+            assert "custom_params.speculative" in refused.value.read().decode()
+        return
+    before = server.samples.by(f"{STEPS}_total", "width")
+    own = ("off", 3, None, "auto") * 2
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(lambda prompt, one: server.generate(prompt, **with_own_width(one)), PROMPTS, own))
+    assert [answer["output_ids"] for answer in found] == truth["tokens"]
+    for asked, answer in zip(own, found, strict=True):
+        told = answer["meta_info"]
+        if asked == "off":
+            assert told["spec_num_correct_drafts"] == 0
+            assert (
+                12 <= told["spec_verify_ct"] <= told["completion_tokens"] - 1
+            )  # a retracted request is prefilled again
+        elif asked == 3:
+            assert told["spec_num_correct_drafts"] <= 2 * told["spec_verify_ct"]
+    after = server.samples.by(f"{STEPS}_total", "width")
+    widths = {width: count - before.get(width, 0) for width, count in after.items()}
+    assert widths[1] >= sum(answer["meta_info"]["spec_verify_ct"] for answer in found[::4])
+
+
 def test_penalties_matter_here(truth: dict[str, Any]) -> None:
     """Else the test above could not fail."""
     for at in range(3):

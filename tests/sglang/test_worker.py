@@ -93,3 +93,26 @@ def test_a_selectors_probabilities_keep_no_more_memory_than_whole_blocks_of_the_
         assert worker._draft_probs_buf.shape == (kept, BLOCK - 1, VOCAB)
         assert not worker._draft_probs_buf.any()
         assert worker.block_size == BLOCK
+
+
+def test_a_request_with_a_width_of_its_own_keeps_the_first_tokens_of_its_block() -> None:
+    from dflash_sglang.plugin.step import _limited
+
+    tokens = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 0], [8, 9, 0, 0], [3, 0, 0, 0]])
+    gained, bonus = torch.tensor([3, 3, 2, 1], dtype=torch.int32), torch.tensor([7, 7, 9, 3])
+    kept, last = _limited(gained, bonus, tokens, torch.tensor([4, 1, 2, 3]))
+    assert (kept.tolist(), last.tolist()) == ([3, 1, 2, 1], [7, 5, 9, 3])
+    assert (kept.dtype, last.dtype) == (gained.dtype, bonus.dtype)
+
+
+def test_own_widths_go_to_the_device_where_they_change_something_and_once() -> None:
+    from dflash_sglang.plugin.worker import WidthWorker
+
+    worker: Any = SimpleNamespace(device="cpu", _own=([], None))
+    requests = [SimpleNamespace(_dflash_serve_most_slots=2), SimpleNamespace()]
+    found = WidthWorker._own_widths(worker, requests, 8)
+    assert found is not None
+    assert found.tolist() == [2, 8]
+    assert WidthWorker._own_widths(worker, requests, 8) is found
+    assert WidthWorker._own_widths(worker, requests, 2) is None
+    assert WidthWorker._own_widths(worker, requests[1:], 8) is None

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import httpx
 
+from dflash_serve.adapter.own_width import OFF, WAYS
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.verify.report import FaultKind
 from tests.support.toy_model import CONTEXT, VOCABULARY, RefusedRequestError, ToyModel, tokenize
@@ -29,27 +30,31 @@ class CheatingServer:
 
     model: ToyModel
     known: dict[str, Body] = field(default_factory=dict)  # Answers by path and request
-    deaf: bool = False  # It ignores `speculative`
+    deaf: bool = False  # It ignores that a request switches speculation off
+    way: Body = field(default_factory=lambda: dict(OFF))  # Fields of a request that does so
+    tells: bool = True  # Its answers tell how many tokens were drafted
 
     def __post_init__(self) -> None:
         self.begin(lambda server, body: server.ask(body))
 
     def begin(self, cheat: Cheat) -> None:
         """Another cheat, with nothing remembered of the last one."""
-        self.cheat, self.counts, self.running = cheat, itertools.count(1), 0
+        self.cheat, self.counts, self.running, self.drafts = cheat, itertools.count(1), 0, 0
         self.shared: Cheat = lambda server, body: server.ask(body)  # the cheat of requests that are not drafted for
         self.last: Body = {}
         self.prompts: set[str | tuple[int, ...]] = set()
 
     def answer(self, path: str, body: Body) -> httpx.Response:
         """The response to a client."""
-        off = body.pop("speculative", None) == "off" and not self.deaf
+        asked = {name: body.pop(name) for way in WAYS for name in way if name in body}
+        off = asked == self.way and not self.deaf
+        self.drafts += not off
         self.running += 1
         try:
             answer = (self.shared if off else self.cheat)(self, {**body, "path": path})
         finally:
             self.running -= 1
-        if "usage" in answer:
+        if "usage" in answer and self.tells:
             counts = {"accepted_prediction_tokens": 0 if off else 3, "rejected_prediction_tokens": 0 if off else 4}
             answer["usage"]["completion_tokens_details"] = counts
         if not body.get("stream"):

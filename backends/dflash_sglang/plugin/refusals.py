@@ -4,6 +4,7 @@
 * Penalties: SGLang counts a request's output for its penalties only in plain decoding steps
   (`schedule_batch.prepare_for_decode`), so its own DFlash worker ignores them. Our worker counts them (`penalties`).
 * Sampling: without the sampling kernel SGLang logs one warning and answers every request as if at temperature 0.
+* A request's own width (`custom_params.speculative`) is noted where steps of several widths run, else refused.
 * `min_p`: SGLang samples speculative steps without it. `with_min_p` applies it to greedy drafts of DFLASH.
 """
 
@@ -13,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.adapter.checks import layer_problems
+from dflash_serve.adapter.own_width import FIELD, most_slots
 from dflash_serve.checkpoint.loading import StrictLoader, given_checkpoint
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.target import PENALTIES
 from dflash_serve.checkpoint.tensors import ALIASES
-from dflash_serve.errors import Problem
+from dflash_serve.errors import Problem, UserError
 from dflash_sglang.layouts import storage_problems
 from dflash_sglang.settings import head_problems
 
@@ -113,6 +115,11 @@ MIN_P = (
     "dflash-serve: SGLang's DSPARK, and DFlash2, whose head draws its drafts, sample without min_p; leave it out, or "
     "serve without speculation"
 )
+ONE_WIDTH = (
+    "dflash-serve: custom_params.speculative asks for a width of this request alone, and this server verifies blocks "
+    "of one width ({why}); leave it out, or serve with speculation.width: auto"
+)
+_MOST = "_dflash_serve_most_slots"  # attribute of SGLang's requests
 
 
 def penalties_of(params: Any) -> list[str]:
@@ -131,6 +138,31 @@ def refusal(params: Any, *, can_sample: bool, counts_penalties: bool, takes_min_
     return SAMPLED if not can_sample else MIN_P if params.min_p > 0 and not takes_min_p else None
 
 
+def own_width(req: Any) -> int | None:
+    """Most slots of the request's blocks, 1 = no drafts; None: it leaves its width to the server."""
+    most: int | None = getattr(req, _MOST, None)
+    return most
+
+
+def _take_own_width(req: Any, worker: Any, *, dspark: bool) -> str | None:
+    """Notes the width that a request asks for, or gives the reason to refuse it."""
+    asked = (req.sampling_params.custom_params or {}).get(FIELD)
+    widths = getattr(worker, "widths", None)  # of our worker, where its steps can have another width than the block
+    try:
+        most = most_slots(asked, int(worker.block_size) if widths else 1)
+    except UserError as error:
+        if widths:
+            return f"dflash-serve: {error}"
+        most = 1
+    if most is None:
+        return None
+    if widths is None or widths.offered[0] != 1:
+        why = "DSPARK" if dspark else "whole blocks" if widths is None else f"width {widths.offered[0]}"
+        return ONE_WIDTH.format(why=why)
+    setattr(req, _MOST, most)
+    return None
+
+
 def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
     """Around `Scheduler._add_request_to_queue`: a refused request is answered with HTTP 400."""
     worker = scheduler.draft_worker
@@ -144,6 +176,7 @@ def guarded(add: Callable[..., Any], scheduler: Any, req: Any, is_retracted: boo
             counts_penalties=bool(getattr(worker, "counts_penalties", False)),
             takes_min_p=not dspark and getattr(worker, "selector", None) is None,
         )
+        reason = reason or _take_own_width(req, worker, dspark=dspark)
         if reason is not None:
             req.set_finish_with_abort(reason)
     return add(scheduler, req, is_retracted)

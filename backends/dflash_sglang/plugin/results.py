@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as Numbers
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import compress
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from dflash_serve.adapter.counters import SlotCounters
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.facts import DRAFT_SECONDS
+
+from .refusals import own_width
 
 _MARK = "_dflash_serve_launch"  # attribute of SGLang's results: number of the launch, and context tokens
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0)
@@ -50,10 +53,13 @@ class Results:
         live = list(compress(batch.reqs, counted))
         number, context = getattr(result, _MARK, (-1, 0))
         (last, then), self._last = self._last, (number, perf_counter())
-        alone = number > 0 and last == number - 1 and all(counted)
+        width = result.speculative_num_draft_tokens
+        widths = [min(width, own_width(request) or width) for request in live]
+        # A request with a narrower width of its own has as many rows as the others.
+        alone = number > 0 and last == number - 1 and all(counted) and widths == [width] * len(live)
         step = Step(
             [request.rid for request in live],
-            [result.speculative_num_draft_tokens] * len(live),
+            widths,
             list(compress(result.num_correct_drafts_per_req_cpu, counted)),
             self._last[1] - then if alone else None,
             context,
@@ -72,6 +78,7 @@ class BatchWidths:
     def __init__(self, policy: WidthPolicy, offered: Collection[int]) -> None:
         self.policy, self.offered = policy, sorted(offered)
         self._ids: list[str] = []  # requests of the last decision
+        self._most: Mapping[str, int] = {}  # own widths of requests
         self._ahead: int | None = None  # a decision for them that no launch has taken
 
     def observe(self, step: Step, running: list[str]) -> None:
@@ -80,14 +87,18 @@ class BatchWidths:
         if running:
             self._ahead = self._decided(running, step.context_tokens)
 
-    def choose(self, request_ids: list[str], context_tokens: int = 0) -> int:
+    def choose(
+        self, request_ids: list[str], context_tokens: int = 0, most: Mapping[str, int] = MappingProxyType({})
+    ) -> int:
         """The width of the coming step: the smallest offered one that is enough for every request.
 
         Every decoding step of SGLang has all running requests, so those that are not in it have ended.
 
         Args:
             context_tokens: K/V tokens of all requests together.
+            most: own widths of those requests that have one.
         """
+        self._most = most
         ahead, self._ahead = self._ahead, None
         return ahead if ahead and self._ids == request_ids else self._decided(request_ids, context_tokens)
 
@@ -96,7 +107,11 @@ class BatchWidths:
             for ended in set(self._ids).difference(request_ids):
                 self.policy.forget(ended)
             self._ids = request_ids
-        wanted = max(self.policy.widths(request_ids, context_tokens), default=1)
+        undraftable = [one for one, most in self._most.items() if most == 1]
+        more = (undraftable,) if undraftable else ()
+        chosen = self.policy.widths(request_ids, context_tokens, *more)
+        asked = [min(width, self._most.get(one, width)) for one, width in zip(request_ids, chosen, strict=False)]
+        wanted = max(asked, default=1)
         return next((width for width in self.offered if width >= wanted), self.offered[-1])
 
 

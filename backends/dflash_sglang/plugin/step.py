@@ -38,6 +38,7 @@ def run_step(
     state: SpecRuntimeState | None,
     *,
     penalties: Penalties | None = None,
+    most: torch.Tensor | None = None,
     on_publish: Any = None,
     grammar_barrier: Any = None,
 ) -> Any:
@@ -46,6 +47,7 @@ def run_step(
     Args:
         state: what the target verifies with; None = SGLang's own, for whole blocks.
         penalties: the counts of the batch's penalised requests; None = it has none.
+        most: most tokens [n] that each request may gain; None = `width`.
     """
     prefix, draft_input = batch.seq_lens, batch.spec_info
     prefix.record_stream(torch.get_device_module(worker.device).current_stream())
@@ -62,7 +64,7 @@ def run_step(
         best = _best(worker, batch, logits, penalties)
         if best is None:
             _constrain(batch, logits.next_token_logits, tokens, penalties, tree, grammar_barrier)
-        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best)
+        gained, bonus, out_tokens, lengths = _accept(worker, batch, draft_input, tokens, logits, best, most)
         worker._update_target_mamba_state_after_verify(  # the attention that verified knows where states lie
             batch=batch, seq_lens_pre_verify=prefix, seq_lens_post_verify=lengths, commit_lens=gained
         )
@@ -263,7 +265,7 @@ def _constrain(
 
 
 def _accept(
-    worker: Any, batch: Any, draft_input: Any, tokens: Any, logits: Any, best: Any
+    worker: Any, batch: Any, draft_input: Any, tokens: Any, logits: Any, best: Any, most: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Tokens gained [n], bonus tokens [n], the tokens [n, w] and the new lengths [n], by SGLang's own acceptance.
 
@@ -289,7 +291,19 @@ def _accept(
         )
     finally:
         worker.block_size, worker._draft_probs_buf = block, whole
+    if most is not None:
+        gained, bonus = _limited(gained, bonus, out_tokens, most)
+        lengths = None  # they were those of all tokens
     return gained, bonus, out_tokens, batch.seq_lens + gained if lengths is None else lengths
+
+
+def _limited(gained: Any, bonus: Any, out_tokens: Any, most: Any) -> tuple[Any, Any]:
+    """Tokens gained [n] and bonus tokens [n] of requests that keep the first `most` [n] of their tokens [n, w].
+
+    Every token of a block is the target's, given those before it, so the first ones are those of a narrower block.
+    """
+    kept = torch.minimum(gained, most.to(gained.dtype))
+    return kept, out_tokens.gather(1, kept.long()[:, None] - 1)[:, 0].to(bonus.dtype)
 
 
 def _cut_out(whole: Any, shape: tuple[int, int, int], slots: int, device: Any) -> tuple[Any, Any]:

@@ -8,9 +8,11 @@ whole blocks are served, with a warning that gives the reason.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.adaptive_runtime_state import SpecRuntimeState
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -26,6 +28,7 @@ from dflash_sglang.settings import asked_width, narrow_widths
 
 from .penalties import Penalties
 from .ranks import RankError, Ranks
+from .refusals import own_width
 from .results import RESULTS, BatchWidths
 from .startup import build_states, measure, timed
 from .step import run_step
@@ -43,6 +46,7 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.counts_penalties = False  # True if penalised requests are answered; read by `refusals.guarded`
         self.widths: BatchWidths | None = None  # None: only whole blocks are verified
+        self._own: tuple[list[int], torch.Tensor | None] = ([], None)  # requests' own widths, and on the device
         self.states: dict[int, SpecRuntimeState] = {}  # attention and graphs by width, for widths below B
 
     def init_cuda_graphs(self) -> None:
@@ -117,11 +121,21 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _step(self, batch: Any, width: int, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """One decoding step: SGLang's own code for a whole block without penalties, else ours."""
         penalties = self.penalties if self.counts_penalties and self.penalties.concern(batch.reqs) else None
-        if width == self.block_size and penalties is None:
+        most = self._own_widths(batch.reqs, width)
+        if width == self.block_size and penalties is None and most is None:
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         self._validate_phase1_sampling_support(batch)
-        how = {"penalties": penalties, "on_publish": on_publish, "grammar_barrier": grammar_barrier}
+        how = {"penalties": penalties, "most": most, "on_publish": on_publish, "grammar_barrier": grammar_barrier}
         return run_step(self, batch, width, self.states.get(width), **how)
+
+    def _own_widths(self, requests: Sequence[Any], width: int) -> torch.Tensor | None:
+        """Most tokens that each request may gain in a step of this width [n]; None: all of them."""
+        own = [min(width, own_width(request) or width) for request in requests]
+        if min(own, default=width) == width:
+            return None
+        if self._own[0] != own:  # else nothing is sent to the device
+            self._own = own, torch.tensor(own, device=self.device)
+        return self._own[1]
 
     def _next_accept_bonus_buffers(self, bs: int) -> Any:
         """Buffers of the fused acceptance, as wide as the step; SGLang's own are as wide as the block."""
@@ -137,7 +151,8 @@ class WidthWorker(DFlashWorkerV2):  # type: ignore[misc]
             return self.widths.offered[0]
         choice = 0
         if self.ranks.is_first:
-            choice = self.widths.choose([request.rid for request in batch.reqs], context)
+            most = {request.rid: own for request in batch.reqs if (own := own_width(request)) is not None}
+            choice = self.widths.choose([request.rid for request in batch.reqs], context, most)
         return self.ranks.number_from_first(choice)
 
 

@@ -1,6 +1,7 @@
 """The plug-in that vLLM loads into each of its processes (entry point `vllm.general_plugins`).
 
-It makes vLLM load DFlash drafters strictly. vLLM only logs an error of a plug-in, so our schedulers and metrics ask
+It makes vLLM load DFlash drafters strictly, and refuse a request's own width (`vllm_xargs.speculative`) where our
+scheduler, which gives it, does not run. vLLM only logs an error of a plug-in, so our schedulers and metrics ask
 whether it took effect (`proof`). vLLM loads it into every server of an environment: with a release that we do not
 support it only logs one line, and servers with other drafting methods are left alone (`is_ours`).
 """
@@ -8,9 +9,13 @@ support it only logs one line, and servers with other drafting methods are left 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from dflash_vllm.facts import RELEASES
+
+from .widths import refusal
 
 logger = logging.getLogger(__name__)
 STRICT = {
@@ -29,11 +34,31 @@ def register() -> None:
     if not RELEASES.supports(version):
         logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, RELEASES)
         return
+    from vllm.v1.engine.input_processor import InputProcessor
+
     from vllm import ModelRegistry
 
+    if not hasattr(InputProcessor._validate_params, "__wrapped__"):
+        InputProcessor._validate_params = _checked(InputProcessor._validate_params)
     for architecture, name in STRICT.items():
         # By name: importing the class here would choose a platform too early.
         ModelRegistry.register_model(architecture, f"{__name__}.model:{name}")
+
+
+def _checked(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's check of a request's parameters, which also refuses a width of its own that cannot be honoured."""
+
+    @wraps(validate)
+    def check(processor: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        config = processor.vllm_config
+        if is_ours(config) and hasattr(params, "extra_args"):
+            follows_load = f"{__name__}.scheduler" in str(config.scheduler_config.scheduler_cls)
+            reason = refusal(params, config.speculative_config, follows_load=follows_load)
+            if reason is not None:
+                raise ValueError(reason)
+        return validate(processor, params, *args, **kwargs)
+
+    return check
 
 
 def is_ours(vllm_config: Any) -> bool:

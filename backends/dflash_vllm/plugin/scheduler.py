@@ -23,7 +23,7 @@ from dflash_serve.deployment.description import Model
 from dflash_vllm.facts import GUESSED_COSTS, RELEASES
 
 from . import proof
-from .widths import observed, trims, width_policy
+from .widths import observed, own_width, trims, width_policy
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,10 @@ class _FollowsLoad:
     def _choose(self) -> int:
         self._context_tokens = sum(request.num_computed_tokens for request in self.running)
         ids = [request.request_id for request in self.running]
-        return max(self.widths.widths(ids, self._context_tokens), default=1) - 1
+        own = [own_width(request.sampling_params) for request in self.running]
+        undraftable = [one for one, most in zip(ids, own, strict=True) if most == 1]
+        chosen = self.widths.widths(ids, self._context_tokens, *([undraftable] if undraftable else []))
+        return max((min(width, most or width) for width, most in zip(chosen, own, strict=False)), default=1) - 1
 
     def _learn(self, scheduler_output: Any, result: Any, seconds: float | None) -> None:
         self.widths.observe(observed(scheduler_output, result, seconds, self._context_tokens))
@@ -80,6 +83,10 @@ class _FollowsLoad:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._begun = self._begun or perf_counter()
+        for request in self.running:  # a step drafts as much for all of them
+            most = own_width(request.sampling_params)
+            if most is not None:
+                request.spec_token_ids = request.spec_token_ids[: most - 1]
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

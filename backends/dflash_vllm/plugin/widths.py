@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dflash_serve.adapter.last_run import KeptWidth, LastRun
+from dflash_serve.adapter.own_width import FIELD, most_slots
 from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
@@ -49,6 +50,33 @@ def width_policy(
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
     learnt = run.costs() or LearntCosts.of_unit(1.0)
     return KeptWidth(guess, block_size, run, allowed_widths, learnt=learnt, trimmed=trimmed)
+
+
+def own_width(params: Any) -> int | None:
+    """Most slots that a request's blocks may have, by its sampling parameters, which were checked; None: as we choose.
+
+    A pooling request has none.
+    """
+    given = (getattr(params, "extra_args", None) or {}).get(FIELD)
+    return 1 if given == "off" else given if isinstance(given, int) else None
+
+
+def refusal(params: Any, speculative_config: Any, *, follows_load: bool) -> str | None:
+    """The reason to refuse a request that asks for a width of its own; None: it does not, or it is honoured.
+
+    Args:
+        params: vLLM's sampling parameters.
+        follows_load: our scheduler runs, which gives each request its width.
+    """
+    given = (params.extra_args or {}).get(FIELD)
+    try:
+        most = most_slots(given, speculative_config.num_speculative_tokens + 1)
+    except UserError as error:
+        return f"dflash-serve: vllm_xargs.{error}"
+    if most is None or follows_load:
+        return None
+    what = "asks for a width of this request alone, and in this server all requests have one width"
+    return f"dflash-serve: vllm_xargs.{FIELD} {what}; leave it out, or serve with speculation.width: auto"
 
 
 def observed(output: Any, result: Any, seconds: float | None, context_tokens: int) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,66 @@ def test_a_result_has_the_requests_that_sglang_counts_and_a_time_where_the_step_
     assert going_on == [["a"], ["a"], ["a"], []], "what ends with this step is counted, and not decided for"
     assert [step.seconds is None for step in heard] == [True, False, True, True]
     assert [step.context_tokens for step in heard] == [7, 0, 0, 0]
+
+
+def asking(own: object) -> Any:
+    params = SimpleNamespace(**{**vars(GREEDY), "custom_params": None if own is None else {"speculative": own}})
+    return SimpleNamespace(rid=str(own), sampling_params=params, to_finish=None, is_retracted=False, said=[])
+
+
+def asked_of(worker: Any, own: object, *, dspark: bool = False) -> Any:
+    """A request with a width of its own, after our check."""
+    one = asking(own)
+    one.set_finish_with_abort, one.finished = one.said.append, lambda: False
+    algorithm = SimpleNamespace(is_dspark=lambda: dspark)
+    guarded(lambda *_: None, SimpleNamespace(draft_worker=worker, spec_algorithm=algorithm), one)
+    return one
+
+
+@pytest.fixture
+def sampling_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(is_dflash_sampling_verify_available=lambda: True)
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.dflash_utils", found)
+
+
+AUTOMATIC = SimpleNamespace(block_size=8, widths=BatchWidths(FixedWidth(8), [1, 4, 8]))
+
+
+@pytest.mark.usefixtures("sampling_kernel")
+@pytest.mark.parametrize(
+    ("worker", "own", "said"),
+    [
+        (AUTOMATIC, 9, "9 is neither auto, off nor a number of slots from 1 to 8"),
+        (AUTOMATIC, "no", "'no' is neither auto"),
+        (SimpleNamespace(block_size=8, widths=BatchWidths(FixedWidth(4), [4])), "off", r"one width \(width 4\)"),
+        (SimpleNamespace(block_size=8), "off", r"one width \(whole blocks\); leave it out, or serve with speculation"),
+        (SimpleNamespace(block_size=8, widths=None), 3, "custom_params.speculative asks for a width of this request"),
+    ],
+)
+def test_a_width_that_cannot_be_the_requests_own_is_refused(worker: Any, own: object, said: str) -> None:
+    (reason,) = asked_of(worker, own).said
+    assert re.search(said, reason)
+    (reason,) = asked_of(SimpleNamespace(), "off", dspark=True).said
+    assert "one width (DSPARK)" in reason
+    assert asked_of(worker, None).said == asked_of(worker, "auto").said == []
+
+
+@pytest.mark.usefixtures("sampling_kernel")
+def test_own_widths_bound_the_step_and_are_what_is_counted() -> None:
+    off, two, free = (asked_of(AUTOMATIC, own) for own in ("off", 2, None))
+    widths, most = BatchWidths(FixedWidth(8), [1, 4, 8]), {"off": 1, "2": 2}
+    assert widths.choose(["off"], 0, most) == 1
+    assert widths.choose(["off", "2"], 0, most) == 4, "the next wider one that is offered"
+    assert widths.choose(["off", "2", "None"], 0, most) == 8
+    results, heard = Results(), list[Step]()
+    results.listeners = [lambda step, _: heard.append(step)]
+    for reqs, accepted in (([off, two, free], (0, 1, 5)), ([free], (5,)), ([free], (5,))):
+        found = result(8, *accepted)
+        results.launched(found)
+        results.on_result(lambda *_: None, None, SimpleNamespace(reqs=reqs), found)
+    assert [step.widths for step in heard] == [[1, 2, 8], [8], [8]]
+    assert [step.seconds is None for step in heard][1:] == [False, False]
+    assert heard[0].seconds is None, "its rows are more than those that are counted"
 
 
 def test_metrics_count_every_slot_of_every_request() -> None:
