@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 from dflash_serve.training.answers import AnswerRequest, AnswerServer, ask
 from dflash_serve.verify.questions import BASE, FEWEST, Question, VerifyPlan
 from dflash_serve.verify.report import Findings
-from dflash_serve.verify.subjects import SubjectPair, two_servers
+from dflash_serve.verify.subjects import ONE_SERVER, SubjectPair, one_server, two_servers
 from dflash_serve.verify.verification import Verification
 from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import brief, word_problems
@@ -150,6 +151,27 @@ def test_one_stream_is_served_wide_and_a_crowd_narrow_and_no_token_changes(
     assert server.tokens(prompts, TOKENS, CROWD) == plain.tokens
     crowd = read_acceptance(server.url)
     assert mean_width(alone.since(started)) > mean_width(crowd.since(alone))
+
+
+def test_requests_without_drafts_run_beside_others_with_drafts(
+    prompts: Tokens, plain: Answers, servers: Fleet[Server]
+) -> None:
+    server, off = servers["automatic"].ready.result(), {"custom_params": {"speculative": "off"}}
+    asked = list(zip(prompts[:4], ({}, off) * 2, strict=True))
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: server.generate(one[0], TOKENS, **one[1]), asked))
+    assert [answer["output_ids"] for answer in found] == plain.tokens[:4]
+    drafted = [answer["meta_info"]["spec_num_correct_drafts"] for answer in found]
+    assert drafted[1::2] == [0, 0]
+    assert min(drafted[::2]) > 0
+
+
+def test_verify_compares_one_server_with_itself(servers: Fleet[Server]) -> None:
+    pair = one_server(Endpoint(servers["automatic"].ready.result().url, timeout=PATIENCE, concurrency=8))
+    plan = PLAN.model_copy(update={"prompts": 2, "max_tokens": 24, "samples": FEWEST})
+    found = Verification(plan, brief()[:2], pair, Store(None, {})).run()
+    assert (found.verdict, found.faults) == ("lossless", {})
+    assert found.headline.endswith(ONE_SERVER)
 
 
 def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(prompts: Tokens, servers: Fleet[Server]) -> None:

@@ -298,6 +298,13 @@ def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
     after = server.samples.by(f"{STEPS}_total", "width")
     widths = {width: count - before.get(width, 0) for width, count in after.items()}
     assert widths[1] >= sum(answer["meta_info"]["spec_verify_ct"] for answer in found[::4])
+    assert penalised(server, **with_own_width("off")) == truth["penalised"]
+    assert penalised(server, **with_own_width("off"), **NEARLY_GREEDY) == truth["penalised"]
+    for asked, said in ((BLOCK + 1, f"from 1 to {BLOCK}"), ("no", "neither auto, off nor a number")):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.generate("the", **with_own_width(asked))
+        assert refused.value.code == 400
+        assert said in refused.value.read().decode()
 
 
 def test_penalties_matter_here(truth: dict[str, Any]) -> None:

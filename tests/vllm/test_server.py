@@ -33,7 +33,7 @@ from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.training.answers import AnswerRequest, AnswerServer, ask
 from dflash_serve.verify.questions import FEWEST, VerifyPlan
-from dflash_serve.verify.subjects import two_servers
+from dflash_serve.verify.subjects import ONE_SERVER, one_server, two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
 from dflash_vllm.settings import static_schedule
@@ -317,18 +317,61 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
     servers["full"].left.set()
 
 
+BRIEFLY = VerifyPlan(
+    prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
+    dtype="float32",
+)  # fmt: skip
+
+
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet[Server]) -> None:
-    plan = VerifyPlan(
-        prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
-        dtype="float32",
-    )  # fmt: skip
     both = [servers[name] for name in ("3", "plain")]
     urls = [berth.ready.result().url for berth in both]
     pair = two_servers(*(Endpoint(url, timeout=PATIENCE, concurrency=AT_ONCE) for url in urls))
-    found = Verification(plan, brief(), pair, Store(None, {})).run()
+    found = Verification(BRIEFLY, brief(), pair, Store(None, {})).run()
     assert (found.faults, found.reasons) == ({}, ())
     assert (found.verdict, found.unit) == ("lossless", "token ids")
     assert all(one.identical == 4 for one in found.greedy)
+
+
+OWN = ("off", 3, "auto", None)
+
+
+@pytest.mark.thorough
+def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
+    servers: Fleet[Server], prompts: Tokens, truth: dict[str, Any]
+) -> None:
+    """Requests with widths of their own run beside others in the same steps."""
+    server = servers["auto"].ready.result()
+    before = read_acceptance(server.url)
+    off = [server.complete(prompt, TOKENS, vllm_xargs={"speculative": "off"}) for prompt in prompts[:2]]
+    assert [answer["token_ids"] for answer in off] == truth["one stream"]
+    assert {width for width, count in since(server, before).items() if count} == {1}
+    before = read_acceptance(server.url)
+    more: list[dict[str, Any]] = [{"vllm_xargs": {"speculative": one}} if one else {} for one in OWN]
+    with ThreadPoolExecutor(len(OWN)) as pool:
+        found = list(pool.map(lambda one: server.complete(one[0], TOKENS, **one[1]), zip(prompts, more, strict=False)))
+    alone = [server.complete(prompt, TOKENS)["token_ids"] for prompt in prompts[: len(OWN)]]
+    assert [answer["token_ids"] for answer in found] == alone
+    assert since(server, before)[1] >= TOKENS - 1
+    for name, asked, said in (("auto", 9, "a number of slots from 1 to 8"), ("3", "off", "a width of this request")):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            servers[name].ready.result().complete(prompts[0], 8, vllm_xargs={"speculative": asked})
+        assert refused.value.code == 400
+        assert said in refused.value.read().decode()
+
+
+def since(server: Server, before: AcceptanceStatistics) -> dict[int, float]:
+    widths = read_acceptance(server.url).since(before).widths
+    assert widths is not None
+    return widths
+
+
+@pytest.mark.thorough
+def test_verify_compares_one_server_with_itself(servers: Fleet[Server]) -> None:
+    endpoint = Endpoint(servers["auto"].ready.result().url, timeout=PATIENCE, concurrency=2)
+    found = Verification(BRIEFLY, brief(), one_server(endpoint), Store(None, {})).run()
+    assert (found.faults, found.reasons, found.verdict) == ({}, (), "lossless")
+    assert found.headline.endswith(ONE_SERVER)
 
 
 def mean_width(statistics: AcceptanceStatistics) -> float:

@@ -73,15 +73,7 @@ def run_step(
     _report(batch, logits, draft_input, out_tokens, gained)
     if on_publish is not None:
         on_publish(lengths)
-    drafters = kv_plan.write_ids(worker.draft_model_runner.kv_index_translator)
-    worker._append_target_hidden_to_draft_kv_by_loc(
-        target_hidden=logits.hidden_states,
-        cache_loc=drafters,
-        cache_loc_2d=drafters.view(-1, width),
-        positions=positions,
-        commit_lens=gained,
-    )
-    logits.hidden_states = None  # large, and not to be copied to the host
+    _inject(worker, logits, kv_plan, positions, gained)
     return GenerationBatchResult(
         logits_output=logits,
         next_token_ids=out_tokens.reshape(-1),
@@ -93,6 +85,19 @@ def run_step(
         routed_experts_output=output.routed_experts_output,
         indexer_topk_output=output.indexer_topk_output,
     )
+
+
+def _inject(worker: Any, logits: Any, kv_plan: Any, positions: Any, gained: Any) -> None:
+    """Writes the drafter's context K/V of the rows [n * width] that were verified, and lets go of their features."""
+    entries = kv_plan.write_ids(worker.draft_model_runner.kv_index_translator)
+    worker._append_target_hidden_to_draft_kv_by_loc(
+        target_hidden=logits.hidden_states,
+        cache_loc=entries,
+        cache_loc_2d=entries.view(len(gained), -1),
+        positions=positions,
+        commit_lens=gained,
+    )
+    logits.hidden_states = None  # large, and not to be copied to the host
 
 
 def _blocks(worker: Any, batch: Any) -> tuple[Any, Any, Any]:
