@@ -142,6 +142,15 @@ class MetricsSource:
             return ServerReading.of_workers({base: _read(worker) for base, worker in self.workers.items()})
         return _read(self._own)
 
+    @property
+    def shows_none(self) -> bool:
+        """True if no addresses of workers are given, and the server itself shows no metrics of a known engine.
+
+        Raises:
+            UserError: as for `read`.
+        """
+        return not self.workers and self.read().engine is None
+
     def require(self, option: str = "--metrics-url") -> ServerReading:
         """Reads the metrics of a server that must have them.
 
