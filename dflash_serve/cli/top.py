@@ -106,6 +106,7 @@ def _page(url: str, seen: Sequence[LiveFigures]) -> Table:
     page.add_row("acceptance τ", f"{number(now.acceptance_length, 2):>9}  {lengths}")
     page.add_row("tokens/step", f"{number(now.tokens_per_step, 2):>9}")
     page.add_row("mean width", f"{number(now.mean_width, 2):>9}")
+    page.add_row("headroom", f"{number(now.headroom, 2):>9}  {_curve(one.headroom for one in seen)}")
     if now.trimmed:
         page.add_row("survival", "trimmed blocks: the engine does not report which slots it verified")
     for slot, survival in enumerate(now.survival, start=1):

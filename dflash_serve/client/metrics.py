@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dflash_serve.adapter.counters import PREFIX
+from dflash_serve.adapter.counters import PREFIX, read_pace
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.prometheus import Samples, Scrape
@@ -42,6 +42,7 @@ class ServerReading:
     queued: float | None = None  # Waiting requests
     kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
     workers: Mapping[str, ServerReading] | None = None  # Readings by worker; None = it has one page of its own
+    pace: tuple[float, float] | None = None  # Tokens gained, and those that the width policy expected, since its start
 
     @classmethod
     def unknown(cls) -> ServerReading:
@@ -62,6 +63,7 @@ class ServerReading:
             _sum(one.queued for one in each),
             sum(usage) / len(usage) if usage else None,
             workers,
+            _sums(one.pace for one in each),
         )
 
     @property
@@ -97,6 +99,11 @@ def _total(each: Iterable[tuple[AcceptanceStatistics, bool]]) -> AcceptanceStati
 def _sum(each: Iterable[float | None]) -> float | None:
     known = [one for one in each if one is not None]
     return sum(known) if known else None
+
+
+def _sums(each: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    known = [one for one in each if one is not None]
+    return (sum(gained for gained, _ in known), sum(expected for _, expected in known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -233,6 +240,7 @@ def reading_of(scrape: Scrape) -> ServerReading:
             running=_requests(samples, names.running),
             queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
+            pace=read_pace(samples),
         )
     return ServerReading.unknown()
 
@@ -246,6 +254,13 @@ def _requests(samples: Samples, name: str | None) -> float | None:
             group = frozenset(label for label in labels.items() if label[0] not in COPIES)
             groups[group] = max(count, groups.get(group, 0.0))
     return sum(groups.values()) if groups else None
+
+
+def _headroom(before: ServerReading, now: ServerReading) -> float | None:
+    if before.pace is None or now.pace is None:
+        return None
+    gained, expected = (last - first for first, last in zip(before.pace, now.pace, strict=True))
+    return gained / expected if gained >= 0 and expected > 0 else None
 
 
 @dataclass(frozen=True)
@@ -265,6 +280,7 @@ class LiveFigures:
     widths: dict[int, float] | None  # Width with the anchor -> its share of the steps; 1 = nothing was drafted
     trimmed: bool = False  # The engine verified an unknown part of each drafted block
     workers: dict[str, LiveFigures] | None = None  # By address; None = it has one page of its own
+    headroom: float | None = None  # Tokens gained by those that the width policy expected in the same time
 
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
@@ -289,6 +305,7 @@ class LiveFigures:
             widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
             trimmed=acceptance.trimmed,
             workers=each or None,
+            headroom=_headroom(before, now) if now.same_workers(before) else None,
         )
 
     @property

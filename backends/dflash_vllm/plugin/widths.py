@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dflash_serve.adapter.counters import EXPECTED, GAINED
 from dflash_serve.adapter.last_run import KeptWidth, LastRun
 from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.policy import Pace, Step, WidthPolicy
 from dflash_vllm.facts import GUESSED_COSTS
 
 
@@ -49,6 +50,22 @@ def width_policy(
         raise UserError(f"no costs ({str(error).splitlines()[0]})", where=where, do=do) from None
     learnt = run.costs() or LearntCosts.of_unit(1.0)
     return KeptWidth(guess, block_size, run, allowed_widths, learnt=learnt, trimmed=trimmed)
+
+
+def send_pace(stats: Any, pace: Pace) -> None:
+    """Puts tokens gained and expected into vLLM's `SchedulerStats`, which go to another process.
+
+    That process decodes the declared fields alone, so they go into one that takes any names: a dictionary of numbers,
+    of which vLLM reads its own names. `taken_pace` removes ours, because the log line shows it where any is not 0.
+    """
+    stats.num_kv_fetch_reqs_by_stage |= {GAINED: round(pace.gained), EXPECTED: round(pace.expected)}
+
+
+def taken_pace(stats: Any) -> tuple[float, float] | None:
+    """The numbers of `send_pace`, which are removed; None = there are none."""
+    found = getattr(stats, "num_kv_fetch_reqs_by_stage", {})
+    gained, expected = found.pop(GAINED, None), found.pop(EXPECTED, None)
+    return None if gained is None or expected is None else (float(gained), float(expected))
 
 
 def observed(output: Any, result: Any, seconds: float | None, context_tokens: int) -> Step:
