@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -274,8 +274,7 @@ def _acceptance(export: Mapping[str, Any], get: Callable[[str], float | None]) -
     lengths = {int(length): float(steps) for length, steps in (export.get(LENGTHS) or {}).items()}
     if (drafted := get("total_draft_tokens")) is not None and lengths:
         by_slot = [sum(n for length, n in lengths.items() if length >= slot) for slot in range(1, max(lengths) + 1)]
-        counts = {"verifications": sum(lengths.values()), "drafted": drafted, "accepted": sum(by_slot)}
-        return replace(AcceptanceStatistics.unknown(), **counts, accepted_by_slot=by_slot)
+        return AcceptanceStatistics(sum(lengths.values()), drafted, sum(by_slot), None, by_slot, None)
     names = (f"{kind}_tokens" for kind in ("completion", "accepted_prediction", "rejected_prediction"))
     tokens, accepted, rejected = (get(f"total_usage_{name}") for name in names)
     if tokens is None or accepted is None or rejected is None:

@@ -361,15 +361,16 @@ def _reply(body: Mapping[str, Any]) -> Reply:
     if not isinstance(completion_tokens, int | None):
         raise TypeError
     found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
-    first = replace(found[0], **_drafted(usage.get("completion_tokens_details")))
+    accepted, drafted = _drafted(usage.get("completion_tokens_details"))
+    first = replace(found[0], accepted=accepted, drafted=drafted)
     return first if len(found) == 1 else replace(first, choices=tuple(found))
 
 
-def _drafted(details: Mapping[str, Any] | None) -> dict[str, int]:
-    # OpenAI's names for predicted outputs; some servers have them, and leave them null
+def _drafted(details: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
+    # Accepted tokens, and those together with rejected ones, by OpenAI's names for predicted outputs; some servers have them, and leave them null
     counts = [(details or {}).get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected")]
     known = [int(count) for count in counts if count is not None]
-    return {"accepted": known[0], "drafted": sum(known)} if len(known) == len(counts) else {}
+    return (known[0], sum(known)) if len(known) == len(counts) else (None, None)
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:

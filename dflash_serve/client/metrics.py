@@ -308,6 +308,23 @@ class LiveFigures:
             headroom=_headroom(before, now) if now.same_workers(before) else None,
         )
 
+    @classmethod
+    def of_answer(cls, acceptance: AcceptanceStatistics, tokens: int | None, seconds: float) -> LiveFigures:
+        """The figures that the usage of one answer tells; the server's load is unknown."""
+        return cls(
+            engine="own requests",
+            seconds=seconds,
+            tokens_per_second=None,
+            tokens_per_second_per_user=(tokens or 0) / seconds,
+            running=None,
+            queued=None,
+            kv_cache_usage=None,
+            acceptance_length=acceptance.acceptance_length,
+            tokens_per_step=None,
+            survival=[],
+            widths=None,
+        )
+
     @property
     def mean_width(self) -> float | None:
         """Mean number of verified slots per step, with the anchor."""

@@ -93,7 +93,7 @@ def test_aiperfs_section_and_the_usage_of_answers_tell_the_same_acceptance(measu
     runs = [json.loads(line) for line in (measured / "runs" / "fixed-4.jsonl").read_text().splitlines()]
     (told,) = (run["value"]["told"] for run in runs if "value" in run)
     counted = fixed["acceptance"]
-    assert told["accepted_by_slot"] == counted["accepted_by_slot"]
+    assert told["accepted_by_slot"] == [count for count in counted["accepted_by_slot"] if count]
     assert (told["verifications"], told["drafted"]) == (counted["verifications"], counted["drafted"])
     behind = hidden["acceptance"]
     assert (behind["accepted"], behind["drafted"]) == (counted["accepted"], counted["drafted"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -322,7 +323,7 @@ def test_the_pace_is_as_expected_where_all_time_is_decoding_and_falls_with_what_
     headroom = []
     for prompts in (0.0, 1.0):  # seconds of prompts for each second of decoding
         policy, luck, now = AutoWidth(cost, 8, allowed), lucky(conditional), [0.0]
-        pace, before, ids = Pace(lambda now=now: now[0]), (0.0, 0.0), list(range(n))
+        pace, before, ids = Pace(partial(now.__getitem__, 0)), (0.0, 0.0), list(range(n))
         for number in range(800):
             if number == 400:  # the drafter is known by now
                 before = pace.gained, pace.expected
