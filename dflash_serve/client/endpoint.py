@@ -367,7 +367,7 @@ def _reply(body: Mapping[str, Any]) -> Reply:
 
 
 def _drafted(details: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
-    # Accepted tokens, and those together with rejected ones, by OpenAI's names for predicted outputs; some servers have them, and leave them null
+    # Accepted tokens, and all drafted ones, by OpenAI's names for predicted outputs; some servers leave them null
     counts = [(details or {}).get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected")]
     known = [int(count) for count in counts if count is not None]
     return (known[0], sum(known)) if len(known) == len(counts) else (None, None)
