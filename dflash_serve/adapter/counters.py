@@ -27,6 +27,12 @@ COUNTERS = {
     ACCEPTED: ("slot", "Drafted tokens that were accepted, by slot of the block."),
 }
 """Name -> label and help."""
+GAINED, EXPECTED = f"{PREFIX}tokens_gained", f"{PREFIX}tokens_expected"
+PACE = {
+    GAINED: "Tokens of decoding steps under `width: auto`, without those that followed an idle time.",
+    EXPECTED: "Tokens that the width policy expected in the same time, at the same batch.",
+}
+"""Counters whose quotient is the speculative headroom (`Pace`), by name: their help."""
 TRIMMED = "trimmed"  # Width of a step with a draft of which the engine verified an unknown part
 SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
 LINES = SpeculationLines(
@@ -36,6 +42,7 @@ LINES = SpeculationLines(
     ),
     survival=("slot {{slot}}", f"{rate(f'{ACCEPTED}_total', by='slot')} / {rate(f'{OFFERED}_total', by='slot')}"),
     widths=("width {{width}}", rate(f"{STEPS}_total", by="width")),
+    headroom=("{{pod}}", f"{rate(f'{GAINED}_total', by='pod')} / {rate(f'{EXPECTED}_total', by='pod')}"),
 )
 
 
@@ -47,7 +54,9 @@ def where_absent(earlier: Mapping[str, Line]) -> SpeculationLines:
 
 def renamed(prefix: str) -> dict[str, Line]:
     """The lines of these metrics by another prefix."""
-    return {name: (legend, query.replace(PREFIX, prefix)) for name, (legend, query) in vars(LINES).items()}
+    names = ("acceptance_length", "survival", "widths")  # a later release added the headroom
+    lines: dict[str, Line] = {name: vars(LINES)[name] for name in names}
+    return {name: (legend, query.replace(PREFIX, prefix)) for name, (legend, query) in lines.items()}
 
 
 class SlotCounters:
@@ -82,6 +91,26 @@ class SlotCounters:
                         series.inc(count)
 
 
+class PaceCounters:
+    """The counters of the headroom in this process, which stand at 0 from the start. Needs prometheus_client."""
+
+    def __init__(self, **labels: str) -> None:
+        self._series = [_plain_counter(name, *labels).labels(*labels.values()) for name in PACE]
+        self._written = (0.0, 0.0)
+
+    def write(self, gained: float, expected: float) -> None:
+        """Adds what these counts have grown by since the last call."""
+        for series, now, then in zip(self._series, (gained, expected), self._written, strict=True):
+            series.inc(max(0.0, now - then))
+        self._written = gained, expected
+
+
+def read_pace(samples: Samples) -> tuple[float, float] | None:
+    """Tokens gained and expected since the server started; None = it has no such counters."""
+    gained, expected = (samples.total(f"{name}_total") for name in PACE)
+    return None if gained is None or expected is None else (gained, expected)
+
+
 def slot_counts(counts: AcceptanceStatistics, block_size: int) -> dict[str, dict[int, float]]:
     """The counters' values of known counts, by name, then by width or slot; those of whole blocks from 0 on.
 
@@ -101,6 +130,13 @@ def _counter(name: str, prefix: str, *labels: str) -> Any:  # one for all engine
 
     label, about = COUNTERS[name]
     return Counter(name.replace(PREFIX, prefix), about, [*labels, label])
+
+
+@cache
+def _plain_counter(name: str, *labels: str) -> Any:
+    from prometheus_client import Counter
+
+    return Counter(name, PACE[name], labels)
 
 
 def read_slot_counters(samples: Samples, title: str, prefix: str) -> AcceptanceStatistics | None:

@@ -48,6 +48,7 @@ class SpeculationLines:
     acceptance_length: Line
     survival: Line | None = None
     widths: Line | None = None
+    headroom: Line | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dflash_serve.deployment.description import Model
 from dflash_serve.deployment.variables import given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.policy import Step
+from dflash_serve.speculation.policy import GuardedPolicy, Pace, Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,12 @@ class LastRun:
             log.info("this run's survival and step times cannot be recorded: %s", error)
 
 
+def pace_of(policy: WidthPolicy) -> Pace | None:
+    """The pace that a server's policy counts; None = its width is fixed, so it expects nothing."""
+    inner = policy.policy if isinstance(policy, GuardedPolicy) else policy
+    return inner.pace if isinstance(inner, KeptWidth) else None
+
+
 class KeptWidth(AutoWidth):
     """`width: auto` of a server, which starts from a known survival and records its own for the next run.
 
@@ -97,8 +103,10 @@ class KeptWidth(AutoWidth):
         self._is_guess, self._trimmed = learnt is not None, trimmed
         known = given_survival() or run.survival() or recorded_survival(run.drafter)
         super().__init__(cost, block_size, allowed_widths, known, believed=believed, learnt=learnt)
+        self.pace = Pace()
 
     def observe(self, step: Step) -> None:
+        self.pace.add(step, self.expected_rate)
         super().observe(step)
         self._blocks += len(step.widths) - step.widths.count(1)
         if self._blocks >= LEAST and time.monotonic() - self._kept >= EVERY:

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from dflash_serve.common.processes import run_command
 from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 RESULT = "profile_export_aiperf.json"
 KEY = "OPENAI_API_KEY"
@@ -32,6 +33,7 @@ LOOKS_PER_SECOND = 1000
 (timing/strategies/request_rate.py), which takes a whole core from servers on the same machine."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 AIPERF_FILES, AIPERF_PUBLIC = "speed_bench_", ("spec_al_", "spec_bench")
+LENGTHS = "pooled_spec_decode_acceptance_histogram"
 SYNTHETIC = {"synthetic", "random", "sonnet", "shakespeare"}
 
 
@@ -132,6 +134,9 @@ class Figures(Frozen):
     first_token_ms: float | None  # medians, like inter_token_ms
     first_token_p99_ms: float | None
     inter_token_ms: float | None
+    told: AcceptanceStatistics | None = None
+    """Acceptance by the answers: aiperf's section for speculation (vLLM's `metrics.speculative_decoding`), else their
+    usage (OpenAI's fields for predicted tokens); None = they do not tell."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,8 @@ class Job:
     """Folder for aiperf's files."""
     first: int = 0
     """Index of the first prompt. Each run has its own prompts: a server may have cached earlier prefixes."""
+    more: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Further fields of its requests."""
 
 
 def find_aiperf() -> list[str]:
@@ -193,7 +200,8 @@ class Aiperf:
     def argv(self, job: Job) -> list[str]:
         """The command line; token counts are the server's own."""
         optional = {"ignore_eos": self.request.ignore_eos, "chat_template_kwargs": self.request.chat_template_kwargs}
-        more = {"temperature": self.request.temperature, **{name: value for name, value in optional.items() if value}}
+        given = {name: value for name, value in optional.items() if value}
+        more = {"temperature": self.request.temperature, **given, **job.more}
         return [
             *(*find_aiperf(), "profile", "--model", job.model, "--url", job.url),
             *("--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--use-legacy-max-tokens"),
@@ -257,7 +265,21 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
         first_token_ms=get("time_to_first_token", "p50"),
         first_token_p99_ms=get("time_to_first_token", "p99"),
         inter_token_ms=get("inter_token_latency", "p50"),
+        told=_acceptance(export, get),
     )
+
+
+def _acceptance(export: Mapping[str, Any], get: Callable[[str], float | None]) -> AcceptanceStatistics | None:
+    # The section has a histogram of steps by accepted drafts; the widths of the steps are not in it.
+    lengths = {int(length): float(steps) for length, steps in (export.get(LENGTHS) or {}).items()}
+    if (drafted := get("total_draft_tokens")) is not None and lengths:
+        by_slot = [sum(n for length, n in lengths.items() if length >= slot) for slot in range(1, max(lengths) + 1)]
+        return AcceptanceStatistics(sum(lengths.values()), drafted, sum(by_slot), None, by_slot, None)
+    names = (f"{kind}_tokens" for kind in ("completion", "accepted_prediction", "rejected_prediction"))
+    tokens, accepted, rejected = (get(f"total_usage_{name}") for name in names)
+    if tokens is None or accepted is None or rejected is None:
+        return None
+    return AcceptanceStatistics.of_usage(tokens, accepted, rejected, get("request_count") or 1)
 
 
 def _error(log: Path) -> str:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import numpy
-from pydantic import computed_field
+from pydantic import Field, computed_field
 
 from dflash_serve.bench.aiperf import Figures, RequestSettings
 from dflash_serve.bench.settings import AUTO, OFF, BenchSettings, Cell, Variant
@@ -42,7 +42,10 @@ class Run(Figures):
     concurrency: int
     round: int
     acceptance: AcceptanceStatistics
-    """Read from the engine's metrics before and after: what happened in this run."""
+    """Read from the engine's metrics before and after, so that of this run; that of the answers (`told`) where there
+    are no metrics."""
+    workers: dict[str, AcceptanceStatistics] = Field(default={})
+    """Acceptance of each worker behind a router, by the address of its metrics."""
     started: str
     """UTC."""
     commit: str | None
@@ -75,6 +78,8 @@ class Point(Frozen):
     errors: int
     acceptance: AcceptanceStatistics
     """Over all rounds."""
+    workers: dict[str, AcceptanceStatistics] = Field(default={})
+    """Acceptance of each worker over all rounds."""
     cut: int = 0
     """Streams that ended early, without a reason."""
 
@@ -110,6 +115,7 @@ def points_of(runs: Iterable[Run], devices: int, variants: Sequence[str]) -> lis
 
 def _point(runs: Sequence[Run], devices: int) -> Point:
     rates = [run.throughput / devices for run in runs]
+    workers = dict.fromkeys(worker for run in runs for worker in run.workers)
     return Point(
         variant=runs[0].variant,
         concurrency=runs[0].concurrency,
@@ -125,6 +131,7 @@ def _point(runs: Sequence[Run], devices: int) -> Point:
         errors=sum(run.errors for run in runs),
         cut=sum(run.cut for run in runs),
         acceptance=total(run.acceptance for run in runs),
+        workers={worker: total(run.workers[worker] for run in runs if worker in run.workers) for worker in workers},
     )
 
 
@@ -399,7 +406,14 @@ def as_json(report: ReportData) -> dict[str, Any]:
         "devices": report.devices,
         "runs": {"done": len(report.runs), "planned": report.planned},
         "points": [
-            {**point.model_dump(mode="json"), "acceptance": {**point.acceptance.to_dict(), **_quotients(point)}}
+            {
+                **point.model_dump(mode="json"),
+                "acceptance": {**point.acceptance.to_dict(), **_quotients(point)},
+                "workers": {
+                    worker: {**counts.to_dict(), "acceptance_length": counts.acceptance_length}
+                    for worker, counts in point.workers.items()
+                },
+            }
             for point in report.points
         ],
     }

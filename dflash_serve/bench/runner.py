@@ -11,9 +11,19 @@ from pydantic import ValidationError
 
 from dflash_serve.adapter.launch import running_server
 from dflash_serve.adapter.protocol import LookingBackend
+from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.bench.aiperf import Aiperf, Job, RequestSettings, find_aiperf, load_dataset
 from dflash_serve.bench.results import ReportData, Run, write_report
-from dflash_serve.bench.settings import BenchSettings, Cell, find_variants, read_deployment, schedule, slug
+from dflash_serve.bench.settings import (
+    BenchSettings,
+    Cell,
+    endpoint_variants,
+    find_variants,
+    metrics_urls,
+    read_deployment,
+    schedule,
+    slug,
+)
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.http import read_api_key
@@ -45,6 +55,7 @@ class Bench:
         deployment, self.told = read_deployment(settings)
         self.settings, self.work, self.start = settings, settings.output / WORK, start
         self.variants, self.backend = find_variants(settings, deployment)
+        self.metrics_urls = metrics_urls(settings.metrics_url, endpoint_variants(settings.endpoint))
         self.dataset = load_dataset(settings.dataset)
         self.request = RequestSettings(
             dataset=self.dataset.name,
@@ -166,7 +177,9 @@ class Bench:
             assert self.backend is not None
             folder = self.work / f"{slug(name)}.server"
             url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
-        endpoint = Endpoint(url, api_key=self.api_key)
+        endpoint = Endpoint(url, api_key=self.api_key, metrics_urls=self.metrics_urls.get(name, ()))
+        if endpoint.metrics_urls:
+            endpoint.metrics.require()
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
             folder = self.work / f"{slug(name)}-warm-up"
@@ -177,9 +190,14 @@ class Bench:
     def _measure(self, cell: Cell, server: Endpoint) -> Run:
         requests = self.settings.requests(cell.concurrency)
         first = self.settings.prompts_before(cell)
-        job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug, first)
         started, before = now(), server.metrics.read()
+        # An own server's answers tell their acceptance as vLLM's do, where they are asked to: aiperf reads it.
+        more = {"acceptance_metrics": "summary"} if before.engine == embedded_backend().facts.title else {}
+        job = Job(server.base, server.served_model, cell.concurrency, requests, self.work / cell.slug, first, more)
         figures = self.aiperf.run(job)
-        acceptance = server.metrics.read().since(before)
-        made = {"acceptance": acceptance, "started": started, "commit": commit()}
-        return Run(**cell._asdict(), **made, **figures.model_dump())
+        after = server.metrics.read()
+        acceptance = after.since(before)
+        if after.engine is None and figures.told is not None:
+            acceptance = figures.told
+        made = {"acceptance": acceptance, "workers": after.by_worker(before), "started": started, "commit": commit()}
+        return Run(**cell._asdict(), **made, **dict(figures))

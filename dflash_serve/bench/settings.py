@@ -22,6 +22,7 @@ from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, raise_problems
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
+ADDRESS, SCHEMES = "http://host:port", ("http://", "https://")
 
 
 def _words(text: str | Sequence[str]) -> tuple[str, ...]:
@@ -46,6 +47,7 @@ class BenchSettings(Frozen):
     variants: Annotated[tuple[str, ...], BeforeValidator(_words)]
     variant: Several = ()
     endpoint: Several = ()
+    metrics_url: Several = ()
     dataset: str
     concurrency: Annotated[tuple[PositiveInt, ...], BeforeValidator(_user_counts)]
     rounds: PositiveInt
@@ -233,8 +235,29 @@ def endpoint_variants(asked: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: not of that form, or a name given twice.
     """
-    found = _named(asked, "--url", "http://host:port", starts=("http://", "https://"))
+    found = _named(asked, "--url", ADDRESS, starts=SCHEMES)
     return {name: url.rstrip("/").removesuffix("/v1") for name, url in found.items()}
+
+
+def metrics_urls(asked: Sequence[str], endpoints: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Addresses of the workers' metrics by variant, each given as `NAME=http://host:port`.
+
+    Args:
+        endpoints: names of the running servers.
+
+    Raises:
+        UserError: not of that form, or no running server has that name.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in asked:
+        ((name, url),) = _named([text], "--metrics-url", ADDRESS, starts=SCHEMES).items()
+        if name not in endpoints:
+            do = (
+                f"give --url {name}=http://router:port, too" if not endpoints else f"use one of: {', '.join(endpoints)}"
+            )
+            raise UserError(f"there is no --url {name!r}", where=f"--metrics-url {text}", do=do)
+        found[name] = (*found.get(name, ()), url)
+    return found
 
 
 def _named(

@@ -13,6 +13,7 @@ from dflash_serve.adapter.registry import EMBEDDED
 from dflash_serve.cli import options
 from dflash_serve.common.extras import need
 from dflash_serve.common.progress import shown
+from dflash_serve.common.reports import number
 from dflash_serve.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ VARIANTS = "off, fixed (the whole block), auto, numbers"
 Variants = Annotated[str, Option(help=f"Widths to serve with: {VARIANTS}.")]
 Variant = Annotated[list[str] | None, Option(help="Overlay of the deployment, NAME=FILE.yaml; once for each.")]
 Endpoint = Annotated[list[str] | None, Option("--url", help="Running server, NAME=http://host:port; once for each.")]
+METRICS = "Metrics of a worker behind a --url's router, NAME=http://host:port; once for each."
+MetricsUrl = Annotated[list[str] | None, Option(help=METRICS)]
 DATASETS = "FILE.jsonl of {'prompt': ...}, humaneval, hf:ORG/NAME, speed_bench_coding=FILE, spec_al_..."
 DatasetName = Annotated[str, Option(help=f"Prompts: {DATASETS}")]
 Concurrency = Annotated[str, Option(help="Requests in flight to a server, a run for each number.")]
@@ -52,6 +55,7 @@ def bench(
     variants: Variants = "off,fixed,auto",
     variant: Variant = None,
     endpoint: Endpoint = None,
+    metrics_url: MetricsUrl = None,
     dataset: DatasetName = "humaneval",
     concurrency: Concurrency = "1,2,4,8,16,32",
     rounds: Rounds = 3,
@@ -87,6 +91,7 @@ def bench(
         if own:
             raise UserError("no server is started that takes arguments", where="--", do=NAME_TARGET)
     if not endpoint:
+        options.refuse_ignored(context, ("metrics_url",), "no running server is asked", "give --url, too")
         options.refuse_ignored(context, ("api_key_file",), "servers that are started need no key")
     _run(Bench(options.settings_of(BenchSettings, context.params, **own)), as_json=as_json, quiet=quiet or as_json)
 
@@ -121,6 +126,8 @@ def _tell(run: Run, done: int, planned: int) -> None:
     length, rate = run.acceptance.acceptance_length, run.interactivity
     figures = [f"{run.throughput:.1f} tokens/s", "? tokens/s/user" if rate is None else f"{rate:.1f} tokens/s/user"]
     figures += [] if length is None else [f"τ {length:.2f}"]
+    by_worker = [f"{worker} {number(one.acceptance_length, 2)}" for worker, one in run.workers.items()]
+    figures += [f"τ by worker: {', '.join(by_worker)}"] if by_worker else []
     figures += [f"{run.errors} failed"] if run.errors else []
     figures += [f"{run.cut} streams ended early, without a reason"] if run.cut else []
     typer.echo(f"[{done}/{planned}] {run}: {', '.join(figures)}")

@@ -33,6 +33,7 @@ from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
 from dflash_serve.common.files import require_writable
+from dflash_serve.common.progress import doing, shown
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 if TYPE_CHECKING:
@@ -150,8 +151,7 @@ def inspect(
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
     checkpoint = open_checkpoint(drafter, revision)
-    # Reading gigabytes of weights takes a while, so a terminal says it.
-    with Console(stderr=True, quiet=quiet or as_json).status(Text(f"reading the weights of {drafter}")):
+    with shown(quiet=quiet or as_json), doing(f"reading the weights of {drafter}"):
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes = _list_notes(checkpoint)
     family, pairing = None, Precisions(precision_of_training(drafter), None)

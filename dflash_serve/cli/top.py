@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 from typing import Annotated
 
 import typer
@@ -14,19 +15,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dflash_serve.answers.prompts import read_prompt_set
 from dflash_serve.cli import options
+from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import LiveFigures, MetricsSource
 from dflash_serve.client.peers import lagging
 from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.reports import number
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.params import SamplingParams
 
 Url = Annotated[str, typer.Option(help="Address of a running server, of any engine.")]
 Interval = Annotated[float, typer.Option(help="Seconds between two looks at its metrics.", min=0.1)]
+PROBE = "Where the server shows no metrics: ask one of the bundled prompts each interval, for its answer's acceptance."
+Probe = Annotated[bool, typer.Option("--probe", help=PROBE)]
 Once = Annotated[bool, typer.Option("--once", help="Look for one interval, print and stop.")]
 BARS = "▁▂▃▄▅▆▇█"
 REMEMBERED = 40  # Intervals of the small curves
+TOKENS = 64  # Longest answer to a probe, as in `doctor`
 BAR = 24  # Characters of a full bar
 
 
@@ -35,13 +42,19 @@ def top(
     metrics_url: options.MetricsUrl = None,
     interval: Interval = 2.0,
     once: Once = False,
+    probe: Probe = False,
     api_key_file: options.ApiKeyFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Watch a server: acceptance length, survival by slot, widths, tokens/s, users and queue. Ctrl-C ends it."""
     need("prove", "httpx", "prometheus_client")
-    source = MetricsSource(url, tuple(metrics_url or ()), read_api_key(api_key_file))
-    console, looks = Console(markup=False, emoji=False), _looks(source, interval, once=once)
+    key = read_api_key(api_key_file)
+    source = MetricsSource(url, tuple(metrics_url or ()), key)
+    if probe and metrics_url:
+        raise UserError("the workers' metrics tell it", where="--probe", do="leave it out, or --metrics-url")
+    endpoint = Endpoint(source.url, api_key=key)
+    looks = _probes(endpoint, interval, once=once) if probe else _looks(source, interval, once=once)
+    console = Console(markup=False, emoji=False)
     try:
         if as_json:
             seen = deque[LiveFigures](maxlen=REMEMBERED)
@@ -84,6 +97,31 @@ def _looks(source: MetricsSource, interval: float, *, once: bool) -> Iterator[Li
             break
 
 
+def _probes(endpoint: Endpoint, interval: float, *, once: bool) -> Iterator[LiveFigures | str]:
+    """Figures of an own request in interval after interval; a text where it was not answered.
+
+    Raises:
+        UserError: nothing answers at first, or answers do not tell their drafted tokens.
+    """
+    answered = False
+    for prompt in cycle(read_prompt_set(None)):
+        begun = time.monotonic()
+        try:
+            reply = endpoint.complete(prompt, SamplingParams(temperature=0, max_tokens=TOKENS))
+            if reply.acceptance is None:
+                do = "give --metrics-url for each worker behind it"
+                raise UserError("its answers' usage has no accepted_prediction_tokens", where=endpoint.base, do=do)
+            answered = True
+            yield LiveFigures.of_answer(reply.acceptance, reply.completion_tokens, time.monotonic() - begun)
+        except UserError as error:
+            if once or not answered:
+                raise
+            yield str(error)
+        if once:
+            break
+        time.sleep(max(0.0, begun + interval - time.monotonic()))
+
+
 def _pages(url: str, looks: Iterable[LiveFigures | str]) -> Iterator[Table | str]:
     seen = deque[LiveFigures](maxlen=REMEMBERED)
     for now in looks:
@@ -106,6 +144,7 @@ def _page(url: str, seen: Sequence[LiveFigures]) -> Table:
     page.add_row("acceptance τ", f"{number(now.acceptance_length, 2):>9}  {lengths}")
     page.add_row("tokens/step", f"{number(now.tokens_per_step, 2):>9}")
     page.add_row("mean width", f"{number(now.mean_width, 2):>9}")
+    page.add_row("headroom", f"{number(now.headroom, 2):>9}  {_curve(one.headroom for one in seen)}")
     if now.trimmed:
         page.add_row("survival", "trimmed blocks: the engine does not report which slots it verified")
     for slot, survival in enumerate(now.survival, start=1):

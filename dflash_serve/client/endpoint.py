@@ -23,6 +23,7 @@ from dflash_serve.client.metrics import MetricsSource
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WAYS: Mapping[str, Sequence[Mapping[str, Any]]] = {
@@ -58,7 +59,16 @@ class Reply:
     choices: tuple[Reply, ...] = ()  # All choices of a request with n > 1, this one first
     prompt_ids: tuple[int, ...] | None = None  # Token ids of the prompt, as the chat template made it
     reasoning: str = ""  # Text before the answer, where the server has a reasoning parser
+    accepted: int | None = None  # Accepted drafted tokens of all choices
     drafted: int | None = None  # Drafted tokens of all choices, accepted and rejected
+
+    @property
+    def acceptance(self) -> AcceptanceStatistics | None:
+        """Acceptance of all choices by the answer's `usage`; None = it does not tell."""
+        if self.completion_tokens is None or self.accepted is None or self.drafted is None:
+            return None
+        rejected, answers = self.drafted - self.accepted, max(1, len(self.choices))
+        return AcceptanceStatistics.of_usage(self.completion_tokens, self.accepted, rejected, answers)
 
     @property
     def pieces(self) -> tuple[str | int, ...]:
@@ -351,15 +361,16 @@ def _reply(body: Mapping[str, Any]) -> Reply:
     if not isinstance(completion_tokens, int | None):
         raise TypeError
     found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
-    first = replace(found[0], drafted=_drafted(usage.get("completion_tokens_details")))
+    accepted, drafted = _drafted(usage.get("completion_tokens_details"))
+    first = replace(found[0], accepted=accepted, drafted=drafted)
     return first if len(found) == 1 else replace(first, choices=tuple(found))
 
 
-def _drafted(details: Mapping[str, Any] | None) -> int | None:
-    # OpenAI's names for predicted outputs; some servers have them, and leave them null
+def _drafted(details: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
+    # Accepted tokens, and all drafted ones, by OpenAI's names for predicted outputs; some servers leave them null
     counts = [(details or {}).get(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected")]
     known = [int(count) for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return (known[0], sum(known)) if len(known) == len(counts) else (None, None)
 
 
 def _choice(choice: Mapping[str, Any], completion_tokens: int | None) -> Reply:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dflash_serve.adapter.counters import PREFIX
+from dflash_serve.adapter.counters import PREFIX, read_pace
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.common.http import Connection, RefusedError
 from dflash_serve.common.prometheus import Samples, Scrape
@@ -46,6 +46,7 @@ class ServerReading:
     queued: float | None = None  # Waiting requests
     kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
     workers: Mapping[str, ServerReading] | None = None  # Readings by worker; None = it has one page of its own
+    pace: tuple[float, float] | None = None  # Tokens gained, and those that the width policy expected, since its start
 
     @classmethod
     def unknown(cls) -> ServerReading:
@@ -66,6 +67,7 @@ class ServerReading:
             _sum(one.queued for one in each),
             sum(usage) / len(usage) if usage else None,
             workers,
+            _sums(one.pace for one in each),
         )
 
     @property
@@ -101,6 +103,11 @@ def _total(each: Iterable[tuple[AcceptanceStatistics, bool]]) -> AcceptanceStati
 def _sum(each: Iterable[float | None]) -> float | None:
     known = [one for one in each if one is not None]
     return sum(known) if known else None
+
+
+def _sums(each: Iterable[tuple[float, float] | None]) -> tuple[float, float] | None:
+    known = [one for one in each if one is not None]
+    return (sum(gained for gained, _ in known), sum(expected for _, expected in known)) if known else None
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,15 @@ class MetricsSource:
             listed = json.loads(self._own.text(LISTED) or "{}").get("workers")
             return tuple(dict.fromkeys(str(one["url"]).split("@")[0] for one in listed or ()))
         return ()
+
+    @property
+    def shows_none(self) -> bool:
+        """True if no addresses of workers are given, and the server itself shows no metrics of a known engine.
+
+        Raises:
+            UserError: as for `read`.
+        """
+        return not self.workers and self.read().engine is None
 
     def require(self, option: str = "--metrics-url") -> ServerReading:
         """Reads the metrics of a server that must have them.
@@ -243,6 +259,7 @@ def reading_of(scrape: Scrape) -> ServerReading:
             running=_requests(samples, names.running),
             queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
+            pace=read_pace(samples),
         )
     return ServerReading.unknown()
 
@@ -256,6 +273,13 @@ def _requests(samples: Samples, name: str | None) -> float | None:
             group = frozenset(label for label in labels.items() if label[0] not in COPIES)
             groups[group] = max(count, groups.get(group, 0.0))
     return sum(groups.values()) if groups else None
+
+
+def _headroom(before: ServerReading, now: ServerReading) -> float | None:
+    if before.pace is None or now.pace is None:
+        return None
+    gained, expected = (last - first for first, last in zip(before.pace, now.pace, strict=True))
+    return gained / expected if gained >= 0 and expected > 0 else None
 
 
 @dataclass(frozen=True)
@@ -275,6 +299,7 @@ class LiveFigures:
     widths: dict[int, float] | None  # Width with the anchor -> its share of the steps; 1 = nothing was drafted
     trimmed: bool = False  # The engine verified an unknown part of each drafted block
     workers: dict[str, LiveFigures] | None = None  # By address; None = it has one page of its own
+    headroom: float | None = None  # Tokens gained by those that the width policy expected in the same time
 
     @classmethod
     def between(cls, before: ServerReading, now: ServerReading) -> LiveFigures:
@@ -299,6 +324,24 @@ class LiveFigures:
             widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
             trimmed=acceptance.trimmed,
             workers=each or None,
+            headroom=_headroom(before, now) if now.same_workers(before) else None,
+        )
+
+    @classmethod
+    def of_answer(cls, acceptance: AcceptanceStatistics, tokens: int | None, seconds: float) -> LiveFigures:
+        """The figures that the usage of one answer tells; the server's load is unknown."""
+        return cls(
+            engine="own requests",
+            seconds=seconds,
+            tokens_per_second=None,
+            tokens_per_second_per_user=(tokens or 0) / seconds,
+            running=None,
+            queued=None,
+            kv_cache_usage=None,
+            acceptance_length=acceptance.acceptance_length,
+            tokens_per_step=None,
+            survival=[],
+            widths=None,
         )
 
     @property

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from dflash_serve.adapter.checks import uses_drafter
+from dflash_serve.adapter.counters import EXPECTED, GAINED
 from dflash_serve.adapter.facts import EngineFacts
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint.config import weight_bytes
@@ -137,6 +138,8 @@ def _engine(facts: EngineFacts) -> Document:
         "acceptanceLength": lines.acceptance_length[1],
         "survival": lines.survival and lines.survival[1],
         "widths": lines.widths and lines.widths[1],
+        "tokensGained": lines.headroom and f"{GAINED}_total",
+        "tokensExpected": lines.headroom and f"{EXPECTED}_total",
         "needsGpu": facts.needs_gpu,
         "serverFlags": list(facts.server_flags),
         "environment": dict(facts.environment),

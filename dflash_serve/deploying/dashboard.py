@@ -58,6 +58,10 @@ def _speculation_and_latency(engines: Sequence[EngineFacts]) -> dict[str, list[P
         "Verifications a second by slots verified, the anchor counted; 1 = speculation would not pay. "
         "TensorRT-LLM does not report widths."
     )
+    headroom = (
+        "Tokens of decoding steps by those that the width policy expected in the same time, at the same batch: less "
+        "than 1 where prompts and waiting take time from it. With `width: auto`; TensorRT-LLM has no policy of ours."
+    )
     user = "Tokens a second that one user sees: one over the median time between tokens."
     speeds = [("tokens/s a user", f"1 / {quantile(0.5, each.inter_token_latency)}") for each in metrics]
     between = _quantiles(each.inter_token_latency for each in metrics)
@@ -67,6 +71,7 @@ def _speculation_and_latency(engines: Sequence[EngineFacts]) -> dict[str, list[P
             Panel("Acceptance length", "short", [each.acceptance_length for each in lines], acceptance),
             Panel("Survival by slot", "percentunit", [each.survival for each in lines], survival),
             Panel("Width", "ops", [each.widths for each in lines], width),
+            Panel("Speculative headroom", "percentunit", [each.headroom for each in lines], headroom),
         ],
         "Latency": [
             Panel("Interactivity", "short", speeds, user),

@@ -67,7 +67,10 @@ VARIABLE = {
     **{"minProperties": 2, "maxProperties": 2},  # name, and a value or a valueFrom
 }
 PROBES = ("started", "live", "ready")
-METRICS = ("running", "generated", "interTokenLatency", "queueTime", "acceptanceLength", "survival", "widths")
+METRICS = (
+    *("running", "generated", "interTokenLatency", "queueTime", "acceptanceLength", "survival", "widths"),
+    *("tokensGained", "tokensExpected"),
+)
 ENGINE = _closed(
     {
         "probes": _closed(dict.fromkeys(PROBES, LINE), required=PROBES),
@@ -142,6 +145,7 @@ RULES: Mapping[str, Schema] = {
     "autoscaling.kind": _choice("none", "hpa", "keda"),
     **{f"autoscaling.{name}": _least(1) for name in ("minReplicas", "maxReplicas", "queuedPerReplica")},
     "autoscaling.interTokenSeconds": _least(0, kind="number"),
+    "autoscaling.headroom": {**_least(0, kind="number"), "maximum": 1},
     "autoscaling.prometheusAddress": _optional(ADDRESS),
     "service.type": _choice("ClusterIP", "NodePort", "LoadBalancer"),
     "service.port": PORT,

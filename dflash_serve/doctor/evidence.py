@@ -171,6 +171,11 @@ MIXED = (
     "assumed order, because the server does not report it"
 )
 
+BY_USAGE = (
+    "the server shows no metrics: its acceptance is that of its answers' usage, which tells no slots and no widths; "
+    "all steps are taken to be as wide as they are on average, or as the deployment's"
+)
+
 
 def interview(
     endpoint: Endpoint,
@@ -187,16 +192,21 @@ def interview(
     Raises:
         UserError: no such server, one without acceptance figures, or one that does not report its changing widths.
     """
-    endpoint.metrics.require()
+    by_usage = endpoint.metrics.shows_none
     # Finds how it tells tokens, and so may take several requests: one token needs no verification, which would count.
     endpoint.complete(prompts[0], params.model_copy(update={"max_tokens": 1}))
     answers, readings = list[Reply](), [endpoint.metrics.read()]
     with doing("asking the server", len(prompts)) as work:
         for prompt in prompts:
             answers.append(endpoint.complete(prompt, params))
-            readings.append(endpoint.metrics.read())
+            if not by_usage:
+                readings.append(endpoint.metrics.read())
+            elif answers[-1].acceptance is None:
+                endpoint.metrics.require()
             work.advance()
     each = tuple(now.since(before) for before, now in pairwise(readings))
+    if by_usage:
+        each = tuple(answer.acceptance or AcceptanceStatistics.unknown() for answer in answers)
     behind = accepting_less(now.by_worker(before) for before, now in pairwise(readings))
     whole = total(each)
     width, steps = widths_of(each, most, endpoint.base)
@@ -205,7 +215,8 @@ def interview(
         raise UserError("it reports no acceptance", where=endpoint.base, do=do)
     counted = all(one.verifications and one.accepted is not None for one in each)
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))
-    notes = (*map(str, behind), *_others(whole, answers), *([] if steps is None else [MIXED]))
+    told = [BY_USAGE] if by_usage else [*map(str, behind), *_others(whole, answers)]
+    notes = (*told, *([] if steps is None else [MIXED]))
     return Interview(observation, width, steps, whole.engine, notes)
 
 
@@ -236,6 +247,10 @@ def widths_of(each: Sequence[AcceptanceStatistics], most: int, where: str) -> tu
         mean = 1 + whole.drafted / whole.verifications
         width = round(mean + 0.25)
         constant = mean > width - 0.5
+        # Usage tells no slots, and counts the narrow steps at answers' ends: widths 1 to most - 1, once each.
+        missing = (most - 1) * whole.verifications - whole.drafted
+        if whole.accepted_by_slot is None and 0 <= missing <= len(each) * most * (most - 1) / 2:
+            width, constant = most, True
     if width > most:
         do = "name the --drafter that it serves, its --block-size or its speculation.width"
         raise UserError(f"it verifies {width} slots a step, more than the deployment's {most}", where=where, do=do)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol, TypeVar
 
 from dflash_serve.speculation.costs import Context
@@ -86,6 +87,31 @@ class FixedWidth:
 
     def forget(self, request_id: Hashable) -> None:
         pass
+
+
+class Pace:
+    """Tokens of decoding steps, and those that the policy expected in the same time at the same batch.
+
+    Their quotient is the speculative headroom: 1 where all time goes into decoding the batch, and drafts are accepted
+    as expected; less where prompts, waiting and retractions take time from it. The time of a step is that since the
+    step before it, if one of its requests was in that one, too; other steps are left out, because the server may have
+    been idle.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.gained, self.expected = 0.0, 0.0
+        self._clock, self._last = clock, 0.0
+        self._ids: frozenset[Hashable] = frozenset()
+
+    def add(self, step: Step, rate: float) -> None:
+        """Adds a step whose requests should gain `rate` tokens/s each."""
+        if not step.request_ids:
+            return
+        now, last, before = self._clock(), self._last, self._ids
+        self._last, self._ids = now, frozenset(step.request_ids)
+        if rate and not before.isdisjoint(step.request_ids):
+            self.gained += len(step.widths) + sum(step.accepted)
+            self.expected += rate * len(step.widths) * (now - last)
 
 
 class GuardedPolicy:

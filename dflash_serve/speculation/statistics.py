@@ -44,6 +44,21 @@ class AcceptanceStatistics:
         """Statistics without counts, with the τ that the engine reports."""
         return cls(None, None, None, None, None, None, engine, reported_length)
 
+    @classmethod
+    def of_usage(cls, tokens: float, accepted: float, rejected: float, answers: float = 1) -> AcceptanceStatistics:
+        """Counts by the `usage` of answers, which has OpenAI's fields for predicted tokens.
+
+        The first token of an answer is its prefill's; each other one is an accepted draft or the token of a step. So
+        steps without a draft count as verifications, and an answer that ends within a block has one step too few.
+
+        Args:
+            tokens: `completion_tokens` of the answers.
+            accepted, rejected: their `accepted_prediction_tokens` and `rejected_prediction_tokens`.
+        """
+        drafted = accepted + rejected
+        verifications = max(1.0, tokens - answers - accepted) if drafted else 0.0
+        return replace(cls.unknown(), verifications=verifications, drafted=drafted, accepted=accepted)
+
     def record(self, width: int, accepted: int, steps: int = 1) -> None:
         """Counts `steps` steps that verified `width` slots and accepted `accepted` drafted tokens.
 

@@ -260,6 +260,9 @@ class AutoWidth:
         self.acceptance = AcceptanceEstimate(block_size - 1, known_survival)
         self.times, self.budget = TimeEstimate(cost, learnt, believed=believed), Budget()
         self._cost_of: dict[tuple[int, int, int], float] = {}  # by requests, rows, drafted; as last decided
+        self.expected_rate = 0.0
+        """Tokens/s of one request that the coming step should bring by what is known; 0 before the first decision."""
+        self._rates = (0.0, 0.0)  # expected of a step without a draft, and of the decision
         self._ids: list[Hashable] = []  # the decision: requests, widths, steps that it stands yet, a step's price
         self._widths: list[int] = []
         self._left, self._price, self._is_trial, self._narrow = 0, 0.0, False, False
@@ -290,6 +293,7 @@ class AutoWidth:
             self._off_for += 1
         self._cooldown = self._cooldown + HOLD if self._waits else max(0, self._cooldown - self.paused)
         self._waits = self._waits and bool(undraftable)
+        self.expected_rate = self._rates[drafts]
         return self._widths.copy() if drafts else [1] * len(ids)
 
     def observe(self, step: Step) -> None:
@@ -331,6 +335,8 @@ class AutoWidth:
         payable = allowed & (price <= (0.0 if cools else self.budget.for_trial))
         choice, self._is_trial = self._choose(forecast, best, payable)
         choices, requests = forecast.choices, len(ids)
+        off = 1 / float(forecast.seconds[0])  # a step without a draft is 1 in `rate`
+        self._rates = off, float(forecast.rate[choice]) * off if choice else off
         self._ids, self._widths, self._price = ids, choices.widths(choice).tolist(), max(0.0, float(price[choice]))
         self._cost_of = {(requests, sum(self._widths), int(choices.drafted[choice])): float(forecast.cost[choice])}
         most = HOLD if self.paused and not choice else min(HOLD, 1 + int(HOLD_SECONDS / forecast.seconds[choice]))

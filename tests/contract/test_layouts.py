@@ -56,7 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dense = DENSE.get(name.partition(" without ")[2], ())
         heads = config.model_copy(update={"attention_sinks": name == SINKS})
         write(folder / name, heads, layout_of(name), dense=dense)
-        fields = {"target": {"model": str(target)}, "drafter": {"model": str(folder / name / PUBLISHED)}}
+        fields: dict[str, Any] = {
+            "target": {"model": str(target)},
+            "drafter": {"model": str(folder / name / PUBLISHED)},
+        }
         fields |= {"engine_args": {"sglang": {"speculative-draft-attention-backend": "triton"}}}  # has sinks
         launch = backend(ENGINE).launch(Deployment.model_validate(fields))  # type: ignore[attr-defined]
         if not launch.problems:

@@ -16,8 +16,10 @@ import pytest
 from dflash_serve.adapter.counters import ACCEPTED, OFFERED, STEPS
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.speculation.costs import CostModel
+from dflash_serve.speculation.policy import Pace
 from dflash_serve.speculation.width import AutoWidth
 from dflash_vllm.facts import FACTS, GUESSED_COSTS
+from dflash_vllm.plugin.widths import send_pace, taken_pace
 
 pytest.importorskip("vllm")
 
@@ -348,3 +350,18 @@ def test_a_choice_of_widths_that_fails_is_logged_once_and_blocks_are_whole_from_
     (failed,) = our_lines(caplog)
     assert "whole blocks are verified from now on" in failed.getMessage()
     assert failed.exc_info is not None
+
+
+def test_vllms_statistics_carry_our_pace_to_another_process() -> None:
+    """Encoded and decoded as vLLM does it, by the declared type of the message."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    stats, pace = SchedulerStats(), Pace()
+    pace.gained, pace.expected = 90.0, 120.0
+    send_pace(stats, pace)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    received = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
+    assert taken_pace(received) == (90, 120)
+    assert received.num_kv_fetch_reqs_by_stage == {}

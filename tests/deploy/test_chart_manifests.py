@@ -38,8 +38,11 @@ from tests.support.chart import (
     lint,
     notes,
     of_kind,
+    only,
     pods,
+    recipe_deployment,
     render,
+    values,
 )
 from tests.support.offline_hub import offline_hub
 
@@ -212,3 +215,22 @@ def test_the_notes_say_what_to_do_next() -> None:
     assert "revision is not set" not in (without_keys := notes(case("sglang")))
     keys = '-H "Authorization: Bearer $KEY"'
     assert (keys in notes(case("torch-on-a-cpu")), keys in without_keys) == (True, False)
+
+
+def test_the_documented_example_of_scaling_by_headroom_is_what_the_chart_renders() -> None:
+    given = values("sglang", recipe_deployment("qwen3-8b-b200"), podMonitor={"enabled": True})
+    given |= {"networkPolicy": {"namespaces": ["monitoring"]}}
+    address = "http://prometheus.monitoring:9090"
+    given["autoscaling"] = {"kind": "keda", "headroom": 0.8, "prometheusAddress": address}
+    manifests = render(given)
+    validate(manifests, VERSIONS[-1])
+    documented = re.search(r"```yaml\n(apiVersion: keda.*?)```", (ROOT / "docs" / "alerts.md").read_text(), re.DOTALL)
+    assert documented is not None
+    example = yaml.safe_load(documented[1])
+    validate([example], VERSIONS[-1])
+    *_, headroom = only(manifests, "ScaledObject")["spec"]["triggers"]
+    (trigger,) = example["spec"]["triggers"]
+    where = '{namespace="serving", app_kubernetes_io_instance="trial"}'
+    headroom["metadata"]["query"] = headroom["metadata"]["query"].replace(where, "")
+    trigger["metadata"]["query"] = trigger["metadata"]["query"].strip()
+    assert headroom == trigger

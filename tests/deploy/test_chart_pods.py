@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dflash_serve.adapter.counters import EXPECTED, GAINED
 from dflash_serve.adapter.registry import backend as backend_named
 from dflash_serve.deployment.gpus import GPUS
 from tests.support.chart import (
@@ -174,13 +175,15 @@ def test_probes_scraping_and_scaling_use_the_engines_own_names(name: str) -> Non
     given |= {"networkPolicy": {"namespaces": ["monitoring"]}, "readiness": {"acceptance": False}}
     loads: dict[str, Any] = {"runningPerReplica": 16, "maxReplicas": 8}
     keda = {**loads, "kind": "keda", "interTokenSeconds": 0.02, "prometheusAddress": "http://prometheus:9090"}
+    keda |= {"headroom": 0.8} if backend_named(name).facts.speculation.headroom else {}
     manifests, facts = render({**given, "autoscaling": keda}), backend_named(name).facts
     container, metrics = server(manifests), facts.metrics
     probes = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert probes == [facts.probes.started, facts.probes.live, facts.probes.ready]
     assert facts.environment.items() <= {entry["name"]: entry["value"] for entry in container["env"]}.items()
     assert only(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["path"] == metrics.path
-    queue, batch, between = [
+    paced = facts.speculation.headroom is not None
+    queue, batch, between, *headroom = [
         (trigger["metricType"], trigger["metadata"]["query"], trigger["metadata"]["threshold"])
         for trigger in only(manifests, "ScaledObject")["spec"]["triggers"]
     ]
@@ -189,6 +192,8 @@ def test_probes_scraping_and_scaling_use_the_engines_own_names(name: str) -> Non
     assert batch == ("AverageValue", f"sum({metrics.running}{where})", "16")
     assert between[1].startswith(f"histogram_quantile(0.95, sum by (le) (rate({metrics.inter_token_latency}_bucket{{")
     assert (between[0], between[2]) == ("Value", "0.02")
+    expected, gained = (f"sum(rate({each}_total{where}[5m]))" for each in (EXPECTED, GAINED))
+    assert headroom == ([("Value", f"0.8 * {expected} / ({gained} > 0)", "1")] if paced else [])
     hpa = only(render({**given, "autoscaling": {**loads, "kind": "hpa"}}), "HorizontalPodAutoscaler")
     asked = [metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]]
     assert asked == [metrics.queued, metrics.running]

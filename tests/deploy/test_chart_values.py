@@ -80,6 +80,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
         {"autoscaling.interTokenSeconds": 0.1},
         "autoscaling.interTokenSeconds: needs kind keda",
     ),
+    (
+        DGX,
+        {"autoscaling.headroom": 0.8},
+        "autoscaling.headroom: needs kind keda, and an engine whose widths our policy",
+    ),
     (DGX, {"secrets.apiKeys.name": "clients"}, "secrets.apiKeys.name: tensorrt-llm has no API keys"),
     ("sglang", {"service.type": "LoadBalancer"}, "service.type: LoadBalancer opens a server without keys"),
     ("sglang", {"hostNetwork": True}, "hostNetwork: the network policy does not apply to it"),
@@ -204,6 +209,7 @@ WHOLE: Changes = {
     **{
         "autoscaling.prometheusAddress": "http://a:1",
         "autoscaling.interTokenSeconds": 1,
+        "autoscaling.headroom": 0.8,
         "tests.verify": {"enabled": True, "without": "http://plain"},
     },
     **{"networkPolicy.namespaces": ["m"], "alerts.enabled": True, "secrets.huggingFaceToken.name": "h"},
@@ -213,6 +219,7 @@ ACME: Changes = {
     "engine": {
         "probes": {"started": "/a", "live": "/b", "ready": "/c"},
         **{"metricsPath": "/m", "queued": "q", "running": "r", "interTokenLatency": "i", "queueTime": "t"},
+        **{"tokensGained": "g", "tokensExpected": "e"},
         **{"needsGpu": True, "serverFlags": [], "environment": {"A": "b"}},
     },
 }
@@ -234,6 +241,7 @@ INJECTED: dict[str, tuple[str, Changes, tuple[str, ...]]] = {
         (
             *("backend", "engine.probes.started", "engine.probes.live", "engine.probes.ready", "engine.metricsPath"),
             *("engine.queued", "engine.interTokenLatency", "engine.queueTime", "engine.environment.A"),
+            *("engine.tokensGained", "engine.tokensExpected"),
         ),
     ),
     "nodes": (TWO, {"placement.topology.exclusive": True}, ("placement.topology.key",)),

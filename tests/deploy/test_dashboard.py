@@ -71,6 +71,7 @@ def test_every_engine_has_acceptance_survival_interactivity_queue_and_first_toke
     assert engines.pop("Restarts") == set()  # of containers, by kube-state-metrics
     assert engines.pop("Refused") == {"torch", "sglang"}  # the others' are among the errors
     assert engines.pop("Width") == everyone - {"tensorrt-llm"}  # it reports none
+    assert engines.pop("Speculative headroom") == everyone - {"tensorrt-llm"}  # no policy of ours chooses its widths
     assert engines.pop("Survival by slot") == everyone
     assert engines == dict.fromkeys(engines, everyone)
     assert {"Acceptance length", "Interactivity", "Queue", "Time to the first token"} <= set(engines)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dflash_serve.cli.main import app
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running
+from tests.support.site import usage_only
 
 Folders = tuple[Path, Path]
 needs_aiperf = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
@@ -32,7 +33,7 @@ NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"
 
 @pytest.fixture(scope="module")
 def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One variant started by the bench, one server that ran already; two users each."""
+    """One variant started by the bench, a server that ran already, and one without metrics; two users each."""
     folder = tmp_path_factory.mktemp("bench")
     prompts = folder / "prompts.jsonl"
     texts = ["the quick brown fox", "jumps over the lazy dog", "the name of the fox", "over and over"]
@@ -42,9 +43,14 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
         f"target: {{model: {tiny_folders[0]}}}\ndrafter: {{model: {tiny_folders[1]}}}\n"
         "limits: {max_batch_size: 2}\nhardware: {dtype: float32}\n"
     )
-    with running(tiny_engine(tiny_folders, width=1)) as plain:
+    with (
+        running(tiny_engine(tiny_folders, width=1)) as plain,
+        running(tiny_engine(tiny_folders, width=4)) as drafting,
+        usage_only(drafting.url) as hidden,
+    ):
         arguments = [
             *("bench", str(file), "--variants", "fixed", "--url", f"plain={plain.url}", "--baseline", "plain"),
+            *("--url", f"hidden={hidden}"),
             *("--dataset", str(prompts), "--concurrency", "2", "--rounds", "1", "--min-requests", "4"),
             *("--requests-per-user", "1", "--max-tokens", str(TOKENS), "--ignore-eos", "--no-warm-up"),
             *("--output", str(folder / "out")),
@@ -57,8 +63,8 @@ def measured(tiny_folders: Folders, tmp_path_factory: pytest.TempPathFactory) ->
 @needs_aiperf
 def test_aiperf_measures_both_variants(measured: Path) -> None:
     found: dict[str, Any] = json.loads((measured / "bench.json").read_text())
-    assert found["runs"] == {"done": 2, "planned": 2}
-    fixed, plain = found["points"]
+    assert found["runs"] == {"done": 3, "planned": 3}
+    fixed, plain, _ = found["points"]
     assert (fixed["variant"], plain["variant"]) == ("fixed 4", "plain")
     for point in (fixed, plain):
         assert (point["requests"], point["errors"], point["concurrency"]) == (4, 0, 2)
@@ -78,6 +84,20 @@ def test_acceptance_is_of_this_run_alone_and_fits_the_tokens(measured: Path) -> 
     unspeculated = acceptance["widths"].get("1", 0)
     assert 4 * (TOKENS - 1) <= gained + unspeculated <= 4 * (TOKENS + 2)
     assert len(acceptance["survival"]) == 3
+
+
+@needs_aiperf
+def test_aiperfs_section_and_the_usage_of_answers_tell_the_same_acceptance(measured: Path) -> None:
+    """The section for speculation is of a server that is asked for it; behind a gateway there is only the usage."""
+    fixed, _, hidden = json.loads((measured / "bench.json").read_text())["points"]
+    runs = [json.loads(line) for line in (measured / "runs" / "fixed-4.jsonl").read_text().splitlines()]
+    (told,) = (run["value"]["told"] for run in runs if "value" in run)
+    counted = fixed["acceptance"]
+    assert told["accepted_by_slot"] == [count for count in counted["accepted_by_slot"] if count]
+    assert (told["verifications"], told["drafted"]) == (counted["verifications"], counted["drafted"])
+    behind = hidden["acceptance"]
+    assert (behind["accepted"], behind["drafted"]) == (counted["accepted"], counted["drafted"])
+    assert behind["verifications"] == pytest.approx(counted["verifications"], abs=4), "one for each answer's end"
 
 
 @needs_aiperf

@@ -282,18 +282,18 @@ def test_a_request_may_switch_speculation_off_or_narrow_it_where_widths_change(
             assert "custom_params.speculative" in refused.value.read().decode()
         return
     before = server.samples.by(f"{STEPS}_total", "width")
-    own = ("off", 3, None, "auto") * 2
+    own: tuple[int | str | None, ...] = ("off", 3, None, "auto") * 2
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         found = list(pool.map(lambda prompt, one: server.generate(prompt, **with_own_width(one)), PROMPTS, own))
     assert [answer["output_ids"] for answer in found] == truth["tokens"]
-    for asked, answer in zip(own, found, strict=True):
+    for one, answer in zip(own, found, strict=True):
         told = answer["meta_info"]
-        if asked == "off":
+        if one == "off":
             assert told["spec_num_correct_drafts"] == 0
             assert (
                 12 <= told["spec_verify_ct"] <= told["completion_tokens"] - 1
             )  # a retracted request is prefilled again
-        elif asked == 3:
+        elif one == 3:
             assert told["spec_num_correct_drafts"] <= 2 * told["spec_verify_ct"]
     after = server.samples.by(f"{STEPS}_total", "width")
     widths = {width: count - before.get(width, 0) for width, count in after.items()}

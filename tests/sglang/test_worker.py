@@ -87,7 +87,7 @@ def test_a_selectors_probabilities_keep_no_more_memory_than_whole_blocks_of_the_
         batch = SimpleNamespace(sampling_info=None, seq_lens=torch.zeros(requests, dtype=torch.int64))
         logits = SimpleNamespace(next_token_logits=torch.zeros(requests * width, VOCAB))
         tokens = torch.zeros(requests, width, dtype=torch.int64)
-        _accept(worker, batch, None, tokens, logits, None)
+        _accept(worker, batch, None, tokens, logits, None, None)
         expected = torch.zeros(requests, BLOCK - 1, VOCAB).scatter(-1, ids, shares)[:, : width - 1]
         assert torch.equal(seen[-1], expected)
         assert worker._draft_probs_buf.shape == (kept, BLOCK - 1, VOCAB)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter as Numbers
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import compress
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from dflash_serve.adapter.counters import SlotCounters
+from dflash_serve.adapter.counters import PaceCounters, SlotCounters
+from dflash_serve.adapter.last_run import pace_of
 from dflash_serve.speculation.policy import Step, WidthPolicy
 from dflash_sglang.facts import DRAFT_SECONDS
 
@@ -116,12 +118,22 @@ class BatchWidths:
 
 
 class SpeculationMetrics:
-    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time, on the page of SGLang's own."""
+    """Prometheus metrics of acceptance by slot, of widths, and of the drafter's time, on the page of SGLang's own.
 
-    def __init__(self, model_name: str, block_size: int) -> None:
+    Args:
+        policy: gives the policy of the widths; None where whole blocks are verified.
+    """
+
+    def __init__(
+        self, model_name: str, block_size: int, policy: Callable[[], WidthPolicy | None] = lambda: None
+    ) -> None:
         from prometheus_client import Histogram
 
-        self._counters = SlotCounters(block_size, model_name=model_name)
+        self._counters, self._pace = (
+            SlotCounters(block_size, model_name=model_name),
+            PaceCounters(model_name=model_name),
+        )
+        self._policy = policy
         self._seen, self._unwritten = Numbers[tuple[int, int]](), 0  # (width, accepted drafts), not yet written
         about = "Time of one drafter pass over a batch."
         self.drafting = Histogram(DRAFT_SECONDS, about, ["model_name"], buckets=SECONDS).labels(model_name)
@@ -138,8 +150,15 @@ class SpeculationMetrics:
             offered.update(dict.fromkeys(range(1, width), times))
             accepted.update(dict.fromkeys(range(1, passed + 1), times))
         self._counters.count(steps, offered, accepted)
+        if (policy := self._policy()) is not None and (pace := pace_of(policy)) is not None:
+            self._pace.write(pace.gained, pace.expected)
         self._seen.clear()
         self._unwritten = 0
+
+
+def _policy_of(worker: Any) -> WidthPolicy | None:
+    widths = getattr(worker, "widths", None)  # SGLang's own worker has none
+    return widths.policy if isinstance(widths, BatchWidths) else None
 
 
 def watch(worker: Any) -> None:
@@ -151,7 +170,8 @@ def watch(worker: Any) -> None:
     settings, parallel = resolving_view(worker.server_args), get_parallel()
     if not settings.enable_metrics or (parallel.attn_tp_rank, parallel.attn_cp_rank) != (0, 0):
         return
-    metrics = SpeculationMetrics(settings.served_model_name, int(settings.speculative_num_draft_tokens or 1))
+    block_size = int(settings.speculative_num_draft_tokens or 1)
+    metrics = SpeculationMetrics(settings.served_model_name, block_size, partial(_policy_of, worker))
     RESULTS.listeners.append(metrics.verified)
     # SGLang gives a timer, which waits for no event, to its other drafters, but not to DFlash's.
     worker.draft_model_runner.device_timer = DeviceTimer(reporter=lambda t, **_: metrics.drafting.observe(t))

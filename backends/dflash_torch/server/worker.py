@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dflash_serve.adapter.counters import COUNTERS, slot_counts
+from dflash_serve.adapter.counters import COUNTERS, PACE, slot_counts
+from dflash_serve.adapter.last_run import pace_of
 from dflash_serve.answers.engine import Chunk
 from dflash_serve.common.progress import shown
 from dflash_serve.errors import UserError
@@ -48,6 +49,7 @@ class EngineSnapshot:
     cache_usage: float | None = None  # share of the K/V cache's rows; None while the engine loads
     statistics: AcceptanceStatistics | None = field(default=None, repr=False)  # of all requests since the start
     block_size: int | None = None  # B, the anchor counted; None without a drafter
+    pace: tuple[float, float] = (0.0, 0.0)  # tokens gained and expected; 0 where the width is fixed
 
 
 class ServerMetrics(Collector):
@@ -123,6 +125,8 @@ class ServerMetrics(Collector):
         for name, values in slot_counts(counts, now.block_size or 1).items():
             label, about = COUNTERS[name]
             yield self._family(CounterMetricFamily, name, about, values, label)
+        for (name, about), value in zip(PACE.items(), now.pace, strict=True):
+            yield self._family(CounterMetricFamily, name, about, value)
         yield from self._earlier(counts, now.block_size or 1)
 
     def _earlier(self, counts: AcceptanceStatistics, block_size: int) -> Iterable[Metric]:
@@ -313,11 +317,12 @@ class EngineWorker:
     def _after_step(self, engine: EmbeddedEngine) -> None:
         self._post()
         scheduler = engine.scheduler
-        used = sum(request.verified for request in scheduler.running)
+        used, pace = sum(request.verified for request in scheduler.running), pace_of(scheduler.policy)
         self._snapshot = EngineSnapshot(
             cache_usage=used / (scheduler.cache.entries * scheduler.capacity),
             statistics=deepcopy(scheduler.statistics),
             block_size=engine.block_size,
+            pace=(pace.gained, pace.expected) if pace else (0.0, 0.0),
         )
 
     def _post(self) -> None:  # news go to the event loop in one call

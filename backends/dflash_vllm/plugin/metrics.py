@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from dflash_serve.adapter.counters import TRIMMED, SlotCounters
+from dflash_serve.adapter.counters import TRIMMED, PaceCounters, SlotCounters
 from dflash_vllm.facts import EARLIER
 
 from . import METHODS, STRICT, is_ours, proof
-from .widths import trims
+from .widths import taken_pace, trims
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             self.trims = trims(asked)
             block, labels = asked.num_speculative_tokens + 1, {"model_name": model, "engine": str(engine_index)}
             self.counters = SlotCounters(block, trims=self.trims, earlier=EARLIER, **labels)
+            self.pace = PaceCounters(**labels)
 
     def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
         """Counts one step of the engine. Raises nothing: an error of a stat logger ends vLLM's engine."""
@@ -41,6 +42,8 @@ class SpeculationMetrics(StatLoggerBase):  # type: ignore[misc]
             return
         try:
             self._record(scheduler_stats.spec_decoding_stats, iteration_stats)
+            if (pace := taken_pace(scheduler_stats)) is not None:
+                self.pace.write(*pace)
         except Exception:
             logger.exception("dflash-serve: slots and widths are no longer counted")
             self.counts = False

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,12 +19,12 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from dflash_serve.adapter.last_run import LastRun
+from dflash_serve.adapter.last_run import LastRun, pace_of
 from dflash_serve.deployment.description import Model
 from dflash_vllm.facts import GUESSED_COSTS, RELEASES
 
 from . import proof
-from .widths import observed, own_width, trims, width_policy
+from .widths import observed, own_width, send_pace, trims, width_policy
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,15 @@ class _FollowsLoad:
             if most is not None:
                 request.spec_token_ids = request.spec_token_ids[: most - 1]
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics of a step, with ours for the process of /metrics (`metrics`)."""
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        pace = pace_of(self.widths)
+        if stats is not None and pace is not None:
+            with suppress(Exception):
+                send_pace(stats, pace)
+        return stats
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         now = perf_counter()

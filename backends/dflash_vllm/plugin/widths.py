@@ -8,12 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dflash_serve.adapter.counters import EXPECTED, GAINED
 from dflash_serve.adapter.last_run import KeptWidth, LastRun
 from dflash_serve.adapter.own_width import FIELD, most_slots
 from dflash_serve.deployment.variables import given_cost
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.policy import Pace, Step, WidthPolicy
 from dflash_vllm.facts import GUESSED_COSTS
 
 
@@ -77,6 +78,22 @@ def refusal(params: Any, speculative_config: Any, *, follows_load: bool) -> str 
         return None
     what = "asks for a width of this request alone, and in this server all requests have one width"
     return f"dflash-serve: vllm_xargs.{FIELD} {what}; leave it out, or serve with speculation.width: auto"
+
+
+def send_pace(stats: Any, pace: Pace) -> None:
+    """Puts tokens gained and expected into vLLM's `SchedulerStats`, which go to another process.
+
+    That process decodes the declared fields alone, so they go into one that takes any names: a dictionary of numbers,
+    of which vLLM reads its own names. `taken_pace` removes ours, because the log line shows it where any is not 0.
+    """
+    stats.num_kv_fetch_reqs_by_stage |= {GAINED: round(pace.gained), EXPECTED: round(pace.expected)}
+
+
+def taken_pace(stats: Any) -> tuple[float, float] | None:
+    """The numbers of `send_pace`, which are removed; None = there are none."""
+    found = getattr(stats, "num_kv_fetch_reqs_by_stage", {})
+    gained, expected = found.pop(GAINED, None), found.pop(EXPECTED, None)
+    return None if gained is None or expected is None else (float(gained), float(expected))
 
 
 def observed(output: Any, result: Any, seconds: float | None, context_tokens: int) -> Step:

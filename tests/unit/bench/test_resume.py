@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from dflash_serve.bench.aiperf import Aiperf, Job
 from dflash_serve.cli.main import app
 from dflash_serve.errors import UserError
+from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.bench_sites import counting_server, instant
+from tests.support.site import site
 
 
 @pytest.fixture
@@ -47,6 +49,39 @@ def bench(url: str, tmp_path: Path, *more: str) -> Any:
 def kept(tmp_path: Path) -> int:
     lines = [json.loads(line) for path in (tmp_path / "out/runs").glob("*.jsonl") for line in path.open()]
     return sum("value" in line for line in lines)
+
+
+def test_behind_a_router_acceptance_is_that_of_each_worker_and_of_all_together(
+    url: str, tmp_path: Path, jobs: list[Job]
+) -> None:
+    with site(lambda path, *_: (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, "")) as router:
+        with counting_server() as second:
+            (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n')
+            asked = ["bench", "--url", f"far={router}", "--dataset", str(tmp_path / "p.jsonl"), "--rounds", "2"]
+            asked += ["--concurrency", "1", "--output", str(tmp_path / "out")]
+            asked += ["--metrics-url", f"far={url}", "--metrics-url", f"far={second}/metrics"]
+            result = CliRunner().invoke(app, asked)
+        assert result.exit_code == 0, result.output
+        assert f"τ by worker: {url} 1.90, {second} 1.90" in result.output
+        (point,) = json.loads((tmp_path / "out/bench.json").read_text())["points"]
+        assert point["acceptance"]["verifications"] == 400, "two rounds of 100 steps on two workers"
+        assert {name: one["verifications"] for name, one in point["workers"].items()} == {url: 200, second: 200}
+        assert point["workers"][url]["acceptance_length"] == pytest.approx(1.9)
+        assert second in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_server_without_metrics_has_the_acceptance_of_its_answers(
+    tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = AcceptanceStatistics.of_usage(48, 30, 15, 2)
+    run = Aiperf.run
+    monkeypatch.setattr(Aiperf, "run", lambda self, job: run(self, job).model_copy(update={"told": told}))
+    with site(lambda path, *_: (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, "")) as router:
+        result = bench(router, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "τ 2.88" in result.output  # 1 + 30 / (48 - 2 - 30)
+    point = json.loads((tmp_path / "out/bench.json").read_text())["points"][0]["acceptance"]
+    assert (point["verifications"], point["drafted"]) == (32, 90), "of two rounds"
 
 
 def test_all_runs_and_a_report(url: str, tmp_path: Path, jobs: list[Job]) -> None:

@@ -19,6 +19,7 @@ from dflash_serve.bench.settings import (
     deployed_variants,
     endpoint_variants,
     find_variants,
+    metrics_urls,
     overlay_variants,
     schedule,
 )
@@ -217,6 +218,32 @@ def test_figures_are_aiperfs_and_a_missing_one_is_unknown() -> None:
     assert found.cut == 2, "streams without usage, their last event, ended early"
     with pytest.raises(UserError, match=r"no request was answered, 3 failed \(queue is full\)"):
         read_figures({"error_summary": REFUSED}, where="x")
+
+
+def test_acceptance_by_answers_is_aiperfs_section_else_their_usage() -> None:
+    def total(**values: float) -> dict[str, Any]:
+        return {f"total_{name}": {"unit": "tokens", "avg": value} for name, value in values.items()}
+
+    assert read_figures(REPORT, where="x").told is None
+    usage = {"completion": 128.0, "accepted_prediction": 80.0, "rejected_prediction": 40.0}
+    by_usage = REPORT | total(**{f"usage_{name}_tokens": value for name, value in usage.items()})
+    told = read_figures(by_usage, where="x").told
+    assert told is not None
+    assert (told.verifications, told.drafted, told.accepted) == (128 - 8 - 80, 120, 80)  # eight prefills
+    assert told.acceptance_length == 3
+    section = {"pooled_spec_decode_acceptance_histogram": {"0": 10, "1": 6, "3": 4}, **total(draft_tokens=60.0)}
+    told = read_figures(by_usage | section, where="x").told
+    assert told is not None
+    assert (told.verifications, told.drafted, told.accepted) == (20, 60, 18)
+    assert told.acceptance_lengths == {1: 10, 2: 6, 4: 4}
+
+
+def test_metrics_of_workers_belong_to_a_running_server() -> None:
+    asked = ["far=http://one:1", "far=http://two:2/metrics"]
+    assert metrics_urls(asked, ["far", "near"]) == {"far": ("http://one:1", "http://two:2/metrics")}
+    for wrong, why in (("http://one:1", "not NAME="), ("x=http://one:1", "no --url 'x'"), ("far=one:1", "not NAME=")):
+        with pytest.raises(UserError, match=why):
+            metrics_urls([wrong], ["far"])
 
 
 @pytest.mark.parametrize(

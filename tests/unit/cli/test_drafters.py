@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.target import TargetShape
 from dflash_serve.cli.drafters import Precisions, To
 from dflash_serve.cli.main import app
-from dflash_serve.errors import UserError
+from dflash_serve.common import progress
+from dflash_serve.errors import Problem, UserError
 from dflash_serve.models.loader import head_weight, load_drafter
 from tests.support.tiny import (
     FULL,
@@ -176,14 +178,27 @@ def test_problems_with_the_bundled_target_name_it_and_not_where_it_lies(
     assert str(cache) not in result.output
 
 
-def test_reading_the_weights_is_shown_on_a_terminal_and_nowhere_else(
-    drafter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+def test_reading_the_weights_is_shown_as_all_long_work_is(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the log here, for stderr is no terminal; nothing with --quiet or --json."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+
+    told = threading.Event()
+
+    def line(works: list[progress.Work]) -> str:
+        told.set()
+        return ", ".join(map(str, works))
+
+    def slow(checkpoint: Any) -> list[Problem]:
+        assert told.wait(60)
+        return []
+
+    monkeypatch.setattr(progress, "_line", line)
+    monkeypatch.setattr("dflash_serve.cli.drafters.weight_problems", slow)
     shown = run("inspect", drafter)
-    assert ("reading the weights" in shown.stderr, "reading the weights" in shown.stdout) == (True, False)
-    monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    assert "reading the weights" not in run("inspect", drafter).stderr
+    assert (f"reading the weights of {drafter}" in shown.stderr, "reading the weights" in shown.stdout) == (True, False)
+    for silent in ("--quiet", "--json"):
+        assert "reading the weights" not in run("inspect", drafter, silent).stderr
 
 
 def test_every_dialect_is_offered() -> None:

@@ -86,7 +86,7 @@ def test_a_running_server_is_named_by_url_in_every_verb() -> None:
         "verify": [["--url"]],
     }
     with_metrics = [verb for verb in VERBS if "--metrics-url" in options_of(verb)]
-    assert with_metrics == ["doctor", "top", "verify"]
+    assert with_metrics == ["bench", "doctor", "top", "verify"]
     assert {options_of(verb)["--metrics-url"].multiple for verb in with_metrics} == {True}
 
 

@@ -24,7 +24,7 @@ from dflash_serve.cli import main
 from dflash_serve.cli.main import CLOSED_PIPE, app
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
-from tests.support.site import site
+from tests.support.site import site, usage_only
 from tests.support.tiny_target import write_tiny_pair
 from tests.unit.client.test_metrics import OURS
 
@@ -153,6 +153,24 @@ def test_top_of_no_server_or_of_one_without_metrics_is_one_line() -> None:
             CliRunner().invoke(app, ["top", "--url", url, "--once"]).exception
         )
     assert "no answer" in str(CliRunner().invoke(app, ["top", "--url", "http://127.0.0.1:9", "--once"]).exception)
+
+
+def test_top_asks_a_server_without_metrics_where_it_is_told_to(server: Running) -> None:
+    with usage_only(server.url) as url:
+        result = CliRunner().invoke(app, ["top", "--url", url, "--once", "--json", "--probe"])
+    figures = json.loads(result.output)
+    assert figures["engine"] == "own requests"
+    assert 1 <= figures["acceptance_length"] <= 4
+    assert figures["tokens_per_second_per_user"] > 0
+    assert (figures["tokens_per_second"], figures["widths"], figures["survival"]) == (None, None, [])
+
+
+def test_a_probe_that_would_tell_nothing_is_one_line() -> None:
+    reply = {"choices": [{"message": {"content": "a"}}], "usage": {"completion_tokens": 1}}
+    with site(lambda path, *_: (200, {"data": [{"id": "m"}]} if path == "/v1/models" else reply)) as url:
+        asked = ["top", "--url", url, "--probe"]
+        assert "no accepted_prediction_tokens" in str(CliRunner().invoke(app, asked).exception)
+        assert "--probe: " in str(CliRunner().invoke(app, [*asked, "--metrics-url", url]).exception)
 
 
 def test_top_once_of_a_server_that_goes_away_is_no_success() -> None:

@@ -310,6 +310,19 @@ def test_live_figures_are_of_the_time_between_two_readings_and_unknown_after_a_r
     assert (found.tokens_per_second, found.acceptance_length, found.widths) == (None, None, None)
 
 
+def test_the_headroom_is_of_the_time_between_two_readings_and_of_all_workers() -> None:
+    def reading(seconds: float, *paces: tuple[float, float]) -> ServerReading:
+        each = [ServerReading(seconds, AcceptanceStatistics.unknown(), "x", pace=pace) for pace in paces]
+        return ServerReading.of_workers({f"http://{number}": one for number, one in enumerate(each)})
+
+    found = LiveFigures.between(reading(0.0, (10, 10), (100, 100)), reading(1.0, (50, 60), (120, 150)))
+    assert found.headroom == (40 + 20) / (50 + 50)
+    assert found.workers is not None
+    assert found.workers["http://0"].headroom == 40 / 50
+    assert LiveFigures.between(reading(0.0, (10, 10)), reading(1.0, (10, 10))).headroom is None, "idle"
+    assert LiveFigures.between(reading(0.0, (10, 10)), reading(1.0, (1, 9))).headroom is None, "started anew"
+
+
 @pytest.mark.parametrize("text", ["<html>a login page</html>\n", "[cut off"])
 def test_what_is_not_prometheus_text_is_one_clear_line(text: str) -> None:
     with pytest.raises(UserError, match="not Prometheus text"):

@@ -16,7 +16,7 @@ from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common import progress
 from dflash_serve.common.store import Store
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.doctor.evidence import Observation, Prediction, interview, widths_of
+from dflash_serve.doctor.evidence import BY_USAGE, Observation, Prediction, interview, widths_of
 from dflash_serve.doctor.examination import Examination
 from dflash_serve.doctor.examiner import examine, examine_apart
 from dflash_serve.errors import UserError
@@ -29,6 +29,7 @@ from dflash_torch.faults.replay import EmbeddedReference
 from tests.support.command_line import call
 from tests.support.embedded import answers, tiny_engine
 from tests.support.serving import Running, running
+from tests.support.site import site, usage_only
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[{"role": "user", "content": text}] for text in ("the quick brown fox", "over", "lazy dog")]
@@ -57,6 +58,30 @@ def test_a_server_is_read_prompt_by_prompt(served: Running, pair: tuple[Path, Pa
     assert told.observation.whole.survival(4) == total(expected).survival(4)
     assert told.observation.answers == tuple(output.text for output in outputs)
     assert (told.width, told.steps, told.engine, told.notes) == (4, None, "dflash-serve", ())
+
+
+def test_a_server_without_metrics_is_read_by_the_usage_of_its_answers(served: Running) -> None:
+    """Behind a gateway, for example; accepted tokens are the same, steps are derived from the numbers of tokens."""
+    expected = interview(Endpoint(served.url), PROMPTS, PARAMS, 4)
+    with usage_only(served.url) as url:
+        told = interview(Endpoint(url), PROMPTS, PARAMS, 4)
+    assert (told.width, told.steps, told.engine, told.notes) == (4, None, None, (BY_USAGE,))
+    assert told.observation.each is not None
+    assert expected.observation.each is not None
+    for one, counted in zip(told.observation.each, expected.observation.each, strict=True):
+        assert (one.accepted, one.drafted) == (counted.accepted, counted.drafted)
+        assert one.verifications == pytest.approx(counted.verifications, abs=1), "a last block is cut, or a step is 1"
+
+
+def test_a_server_with_neither_metrics_nor_usage_is_asked_for_the_metrics_of_its_workers() -> None:
+    def answer(path: str, body: object, _key: str | None) -> tuple[int, object]:
+        if body is None:
+            return (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, "")
+        return 200, {"choices": [{"message": {"content": "a"}}], "usage": {"completion_tokens": 1}}
+
+    with site(answer) as url, pytest.raises(UserError, match="shows no metrics") as error:
+        interview(Endpoint(url), PROMPTS, PARAMS, 4)
+    assert "--metrics-url" in str(error.value)
 
 
 def test_a_server_that_does_not_speculate_says_nothing(pair: tuple[Path, Path]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dflash_serve.adapter.counters import read_pace
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_torch.facts import FACTS
@@ -66,3 +67,9 @@ def test_without_a_step_that_drafted_nothing_is_claimed() -> None:
     assert (shown.mean_acceptance_length, shown.draft_acceptance_rate) == (None, None)
     assert shown.acceptance_histogram == [0, 0, 0, 0]
     assert shown.per_step_accepted is None
+
+
+def test_the_headroom_is_the_quotient_of_two_counters() -> None:
+    samples = Scrape(lambda _: page(statistics=counts(), block_size=4, pace=(90.0, 120.0))).samples()
+    assert read_pace(samples) == (90, 120)
+    assert read_pace(Scrape(lambda _: page(statistics=counts(), block_size=4)).samples()) == (0, 0)

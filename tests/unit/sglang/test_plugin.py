@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 import dflash_sglang.plugin
+from dflash_serve.adapter.last_run import KeptWidth, LastRun
 from dflash_serve.checkpoint.config import expected_tensors
+from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.policy import FixedWidth, Step
+from dflash_serve.speculation.policy import FixedWidth, GuardedPolicy, Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
 from dflash_sglang.plugin import in_rows_of_the_buffer
 from dflash_sglang.plugin.refusals import LOADER, NEUTRAL, StrictLoad, draft_problems, guarded, refusal
@@ -255,9 +257,18 @@ def test_own_widths_bound_the_step_and_are_what_is_counted() -> None:
     assert heard[0].seconds is None, "its rows are more than those that are counted"
 
 
-def test_metrics_count_every_slot_of_every_request() -> None:
+def test_metrics_count_every_slot_of_every_request_and_the_headroom_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prometheus = pytest.importorskip("prometheus_client")
-    metrics = SpeculationMetrics("m", 4)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cost = CostModel(target={1: 1.0, 16: 1.1}, draft={1: 0.1})
+    policies: list[WidthPolicy] = [FixedWidth(4)]
+    metrics = SpeculationMetrics("m", 4, lambda: policies[-1])
+
+    def pace() -> list[float]:
+        of = prometheus.REGISTRY.get_sample_value
+        return [of(f"dflash_serve:tokens_{name}_total", {"model_name": "m"}) for name in ("gained", "expected")]
 
     def read(name: str, label: str, *values: int) -> list[float]:
         of = prometheus.REGISTRY.get_sample_value
@@ -273,6 +284,12 @@ def test_metrics_count_every_slot_of_every_request() -> None:
     for _ in range(16):
         metrics.verified(Step(["a"], [1], [0]), ["a"])
     assert read("steps", "width", 1) == [16]
+    assert pace() == [0, 0], "a fixed width expects nothing"
+    kept = KeptWidth(cost, 4, LastRun(tmp_path, Model(model="target")))
+    policies.append(GuardedPolicy(kept, 4))
+    for kept.pace.gained, kept.pace.expected in ((6.0, 8.0), (7.0, 8.0)):
+        metrics.verified(Step(["a"], [4], [1]), [])
+    assert pace() == [7, 8]
 
 
 def test_a_narrow_step_costs_what_its_batch_says() -> None:

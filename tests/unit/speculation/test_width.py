@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_serve.speculation.costs import CostModel
-from dflash_serve.speculation.policy import FixedWidth, Step, WidthPolicy
+from dflash_serve.speculation.policy import FixedWidth, Pace, Step, WidthPolicy
 from dflash_serve.speculation.width import DEBT, HOLD, PAUSE_AFTER, REFILL, START, AutoWidth
 
 CHEAP = CostModel(target={1: 1.0, 16: 1.1, 512: 8.0}, draft={1: 0.1, 32: 0.2})
@@ -311,3 +312,37 @@ def test_what_one_request_gained_is_not_lost_on_trials_of_many(seed: int) -> Non
         policy.observe(Step(ids, widths, accepted, seconds * float(np.exp(0.05 * noise.normal()))))
         spent, tokens = spent + seconds, tokens + len(ids) + sum(accepted)
     assert tokens / spent >= 0.96 * 16 / cost.step_seconds([1] * 16)
+
+
+@pytest.mark.parametrize("allowed", [None, [2, 4, 8]])
+@pytest.mark.parametrize(("cost", "n"), [(CHEAP, 1), (MEDIUM, 8), (DEAR, 4)])
+def test_the_pace_is_as_expected_where_all_time_is_decoding_and_falls_with_what_prompts_take(
+    cost: CostModel, n: int, allowed: list[int] | None
+) -> None:
+    conditional = [0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4]
+    headroom = []
+    for prompts in (0.0, 1.0):  # seconds of prompts for each second of decoding
+        policy, luck, now = AutoWidth(cost, 8, allowed), lucky(conditional), [0.0]
+        pace, before, ids = Pace(partial(now.__getitem__, 0)), (0.0, 0.0), list(range(n))
+        for number in range(800):
+            if number == 400:  # the drafter is known by now
+                before = pace.gained, pace.expected
+            widths = policy.widths(ids)
+            seconds, accepted = cost.step_seconds(widths), [min(luck(number, i), w - 1) for i, w in enumerate(widths)]
+            now[0] += seconds * (1 + prompts)
+            step = Step(ids, widths, accepted, seconds)
+            pace.add(step, policy.expected_rate)
+            policy.observe(step)
+        headroom.append((pace.gained - before[0]) / (pace.expected - before[1]))
+    assert headroom[0] == pytest.approx(1, abs=0.1)
+    assert headroom[1] == pytest.approx(headroom[0] / 2, rel=0.01)
+
+
+def test_an_idle_time_is_no_time_of_a_step() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for request_id, at in (("a", 1.0), ("a", 2.0), ("b", 90.0), ("b", 91.0)):
+        now[0] = at
+        pace.add(Step([request_id], [4], [1]), 2.0)
+        pace.add(Step([], [], []), 2.0)  # prompts alone
+    assert (pace.gained, pace.expected) == (4, 4)

@@ -12,11 +12,11 @@ from dflash_serve.deployment.description import Model
 from dflash_serve.deployment.variables import COST_TABLE
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel, LearntCosts
-from dflash_serve.speculation.policy import Step, WidthPolicy
+from dflash_serve.speculation.policy import Pace, Step, WidthPolicy
 from dflash_serve.speculation.width import AutoWidth
 from dflash_vllm.facts import GUESSED_COSTS
 from dflash_vllm.plugin.guards import LOADER
-from dflash_vllm.plugin.widths import observed, width_policy
+from dflash_vllm.plugin.widths import observed, send_pace, taken_pace, width_policy
 
 PARAMETERS = [
     *("model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding", "model.fc.weight", "model.norm.weight"),
@@ -164,3 +164,12 @@ def test_what_the_last_run_learnt_of_a_guess_spares_the_next_one_finding_out(run
     run.keep([], first.times.learnt)
     again = serve(guessed(run), 4, 100, accepts=1, draft_factor=2.5)
     assert sum(width > 1 for width in again) < sum(width > 1 for width in tried) / 2
+
+
+def test_the_pace_goes_to_the_process_of_the_metrics_beside_vllms_own_numbers_and_leaves_none() -> None:
+    stats, pace = SimpleNamespace(num_kv_fetch_reqs_by_stage={"in_progress": 2}), Pace()
+    assert taken_pace(stats) is None
+    pace.gained, pace.expected = 90.4, 120.0
+    send_pace(stats, pace)
+    assert taken_pace(stats) == (90, 120)
+    assert stats.num_kv_fetch_reqs_by_stage == {"in_progress": 2}

@@ -131,6 +131,8 @@ autoscaling.kind: {{ .kind }} reads the queue from Prometheus, which does not sc
 autoscaling.runningPerReplica: {{ $.Values.backend }} has no gauge of running requests; leave it out{{ end }}
 {{- if and .interTokenSeconds (not (and $engine.interTokenLatency (eq .kind "keda"))) }}
 autoscaling.interTokenSeconds: needs kind keda, and an engine with a histogram of it; leave it out{{ end }}
+{{- if and .headroom (not (and $engine.tokensExpected $engine.tokensGained (eq .kind "keda"))) }}
+autoscaling.headroom: needs kind keda, and an engine whose widths our policy chooses (torch, sglang, vllm); leave it out{{ end }}
 {{- end }}
 {{- if ne (eq .kind "keda") (ne .prometheusAddress "") }}
 autoscaling.prometheusAddress: {{ .prometheusAddress | quote }} and kind {{ .kind }} do not go together; only keda needs an address such as http://prometheus.monitoring:9090{{ end }}
