@@ -5,6 +5,8 @@ library (`aiconfigurator-core` 0.12.0, pinned: some names lie outside its stable
 
     verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
     draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
+    chain(b, w, ctx)  = w - 1 passes of one layer and a head, one after another: the first over b*w rows, all others
+                        over b rows (EAGLE-3; a target's own MTP layer, priced as the mean of its layers)
 
 Attention over one prefix is read once a step, whatever the width: the library's own speculation reads it once a token.
 
@@ -96,6 +98,30 @@ class Pair:
     catalogued: tuple[str, ...] = ()  # A sentence for each model whose sizes are the catalogue's: it is not here
 
 
+@dataclass(frozen=True)
+class Chain:
+    """A head that drafts one token after another: an EAGLE-3 head, or a target's own MTP layer."""
+
+    hidden: int
+    features: int  # Rows of the target's hidden size that its `fc` joins for one token
+    vocabulary: int  # Tokens that it can draft
+    intermediate: int = 0  # Sizes of an EAGLE-3 head's only layer; 0 = the layer is the target's own
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    @property
+    def joined(self) -> int:
+        """Parameters of its `fc`."""
+        return self.features * self.hidden * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of an EAGLE-3 head's layer: its attention reads the token's embedding beside the hidden state."""
+        attention = 2 * self.hidden * (self.heads + 2 * self.kv_heads) + self.heads * self.hidden
+        return attention * self.head_dim + 3 * self.hidden * self.intermediate
+
+
 class StepTimes(Protocol):
     """Step times of one split on one GPU, without the engine's own time."""
 
@@ -110,6 +136,10 @@ class StepTimes(Protocol):
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         """The drafter's pass over a block for each request, new context features and the head included."""
+        ...
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        """The passes of a chain that drafts `width` - 1 tokens for each request."""
         ...
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
@@ -185,6 +215,20 @@ class Roofline:
         cached = sum(min(context + block_size, kind.window or context + block_size) for kind in drafter.layers)
         per_layer = context_bytes(drafter) / drafter.num_layers
         return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        layout, logits = self.pair.layout, head.vocabulary * head.hidden
+
+        def one(rows: int) -> Milliseconds:
+            if not head.intermediate:
+                depth = layout.shape.num_layers
+                layer = self._target(batch, max(1, rows // batch), context, 2 * layout.head_dim).times(1 / depth)
+                return layer + self._pass(2 * (logits + head.joined), logits + head.joined, batch, 0, 1)
+            cached = batch * context * 4 * head.kv_heads * head.head_dim
+            joined = head.joined if rows > batch else 0
+            return self._pass(2 * (head.layer + logits + joined), head.layer + joined, rows, cached, 1)
+
+        return one(batch * width) + one(batch).times(width - 2)
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
@@ -365,6 +409,44 @@ class Tables:
             op = ops.GenerationAttention("generation_attention", layers, heads, kv_heads, kv_mode, head_size=size)
             done += self._evaluate([op], batch, min(context + block_size, window or context + block_size))
         return done
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        ops, tensor = library("sdk", "operations"), self.split.tensor
+        bf16 = library("sdk", "common").GEMMQuantMode.bfloat16
+        logits = self._evaluate([ops.GEMM("c_head", 1, head.vocabulary // tensor, head.hidden, bf16)], batch)
+        join = ops.GEMM("c_fc", 1, head.hidden, head.features * head.hidden, bf16)
+        first, later = batch * width, batch
+        if head.intermediate:  # `fc` joins the target's layers, once for each new token
+            done = self._evaluate([join], first) + self._layer(head, first, batch, context)
+            return done + logits + (self._layer(head, later, batch, context) + logits).times(width - 2)
+        done = self._evaluate([join], first) + self._mean_layer(batch, width, context) + logits
+        more = self._evaluate([join], later) + self._mean_layer(batch, 1, context) + logits
+        return done + more.times(width - 2)
+
+    def _mean_layer(self, batch: int, width: int, context: int) -> Milliseconds:
+        # The target's pass without its embedding and its head, by its number of layers.
+        beside = [op for op in self._decode(batch * width, context) if "embedding" in op[0] or "logits" in op[0]]
+        whole = self.verify(batch, width, context) + _sum(beside).times(-1)
+        return whole.times(1 / self.pair.layout.shape.num_layers)
+
+    def _layer(self, head: Chain, rows: int, batch: int, context: int) -> Milliseconds:
+        ops, common, tensor = library("sdk", "operations"), library("sdk", "common"), self.split.tensor
+        bf16, wide, hidden = common.GEMMQuantMode.bfloat16, head.intermediate // tensor, head.hidden
+        heads, kv_heads = head.heads // tensor, max(1, head.kv_heads // tensor)
+        query, kv, kv_mode = heads * head.head_dim, kv_heads * head.head_dim, common.KVCacheQuantMode.bfloat16
+        dense = [
+            ops.GEMM("c_qkv", 1, query + 2 * kv, 2 * hidden, bf16),
+            ops.GEMM("c_o", 1, hidden, query, bf16),
+            ops.GEMM("c_gate_up", 1, 2 * wide, hidden, bf16),
+            ops.GEMM("c_down", 1, hidden, wide, bf16),
+            ops.ElementWise("c_norms", 4, hidden, hidden, 0.8),
+            ops.ElementWise("c_act", 1, 2 * wide, wide, 0.8),
+        ]
+        if tensor > 1:
+            dense.append(ops.CustomAllReduce("c_all_reduce", 2, hidden, tensor))
+        size = head.head_dim
+        reads = ops.GenerationAttention("generation_attention", 1, heads, kv_heads, kv_mode, head_size=size)
+        return self._evaluate(dense, rows) + self._evaluate([reads], batch, context)
 
     @quiet()
     def _evaluate(self, ops: Sequence[Any], rows: int, context: int = 0) -> Milliseconds:
