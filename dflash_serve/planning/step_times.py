@@ -24,8 +24,8 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.files import QUANT_CONFIG
+from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment.description import Model
@@ -96,6 +97,13 @@ class Pair:
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
     memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
     catalogued: tuple[str, ...] = ()  # A sentence for each model whose sizes are the catalogue's: it is not here
+    drafter_bytes: int | None = None  # Of the drafter's weights; None = all its tensors in bf16
+    drafter_formats: Mapping[str, Format] = field(default_factory=dict)  # Quantised product -> format; others are bf16
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the drafter's weights."""
+        return weight_bytes(self.drafter) if self.drafter_bytes is None else self.drafter_bytes
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ def _tokens(pair: Pair, on: Gpu, split: Split, context: int, *, drafts: bool) ->
     free = MEMORY_SHARE * on.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
-        free -= weight_bytes(drafter) / tensor
+        free -= pair.draft_bytes / tensor
         request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
     if pair.memory_fraction is not None:
@@ -211,10 +219,11 @@ class Roofline:
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
         head = 2 * drafter.vocab_size * drafter.hidden_size
-        read, rows = weight_bytes(drafter) + head, batch * block_size
+        read, rows = self.pair.draft_bytes + head, batch * block_size
+        multiplied = (weight_bytes(drafter) + head) / 2
         cached = sum(min(context + block_size, kind.window or context + block_size) for kind in drafter.layers)
         per_layer = context_bytes(drafter) / drafter.num_layers
-        return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
+        return self._pass(read, multiplied, rows, batch * cached * per_layer, drafter.num_layers)
 
     def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
         layout, logits = self.pair.layout, head.vocabulary * head.hidden
@@ -392,11 +401,11 @@ class Tables:
         dense = [
             ops.Embedding("d_embed", 1, drafter.vocab_size // tensor, hidden, 0.3),
             ops.GEMM("d_fc", 1, hidden, drafter.feature_size, bf16),
-            ops.GEMM("d_context_kv", depth, 2 * kv, hidden, bf16),
-            ops.GEMM("d_qkv", depth, query + 2 * kv, hidden, bf16),
-            ops.GEMM("d_o", depth, hidden, query, bf16),
-            ops.GEMM("d_gate_up", depth, 2 * wide, hidden, bf16),
-            ops.GEMM("d_down", depth, hidden, wide, bf16),
+            ops.GEMM("d_context_kv", depth, 2 * kv, hidden, self._mode("k_proj", "v_proj")),
+            ops.GEMM("d_qkv", depth, query + 2 * kv, hidden, self._mode("q_proj", "k_proj", "v_proj")),
+            ops.GEMM("d_o", depth, hidden, query, self._mode("o_proj")),
+            ops.GEMM("d_gate_up", depth, 2 * wide, hidden, self._mode("gate_proj", "up_proj")),
+            ops.GEMM("d_down", depth, hidden, wide, self._mode("down_proj")),
             ops.ElementWise("d_norms", 2 * depth, 2 * hidden, 2 * hidden, 0.8),
             ops.ElementWise("d_act", depth, 2 * wide, wide, 0.8),
         ]
@@ -410,6 +419,13 @@ class Tables:
             done += self._evaluate([op], batch, min(context + block_size, window or context + block_size))
         return done
 
+    def _mode(self, *products: str) -> Any:
+        # Of products that are multiplied as one; bf16 where they differ, and for formats that no table has.
+        formats, modes = {self.pair.drafter_formats.get(each) for each in products}, library("sdk", "common")
+        able = {"fp8": self.on.has_fp8, "nvfp4": self.on.has_fp4}
+        found = str(formats.pop()) if len(formats) == 1 else ""
+        return modes.GEMMQuantMode[found if able.get(found) else "bfloat16"]
+
     def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
         ops, tensor = library("sdk", "operations"), self.split.tensor
         bf16 = library("sdk", "common").GEMMQuantMode.bfloat16
@@ -419,8 +435,10 @@ class Tables:
         if head.intermediate:  # `fc` joins the target's layers, once for each new token
             done = self._evaluate([join], first) + self._layer(head, first, batch, context)
             return done + logits + (self._layer(head, later, batch, context) + logits).times(width - 2)
-        done = self._evaluate([join], first) + self._mean_layer(batch, width, context) + logits
-        more = self._evaluate([join], later) + self._mean_layer(batch, 1, context) + logits
+        done, more = (
+            self._evaluate([join], rows) + self._mean_layer(batch, wide, context) + logits
+            for rows, wide in ((first, width), (later, 1))
+        )
         return done + more.times(width - 2)
 
     def _mean_layer(self, batch: int, width: int, context: int) -> Milliseconds:
