@@ -28,6 +28,7 @@ Gpu = Annotated[str | None, Option(help=f"Kind of GPU: {', '.join(GPUS)}.")]
 Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
 Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]
+Pair = Annotated[bool, Option("--pair", help="Write prefill and decode servers, as many of each as the load wants.")]
 Isl = Annotated[int, Option(help="Mean prompt, in tokens.", min=1)]
 Osl = Annotated[int, Option(help="Mean answer, in tokens.", min=2)]
 SloInteractivity = Annotated[float | None, Option(help="Tokens/s/user that must be kept.", min=0)]
@@ -54,6 +55,7 @@ def plan(
     count: Count = None,
     tensor: Tensor = None,
     expert: Expert = None,
+    pair: Pair = False,
     block_size: options.BlockSize = None,
     isl: Isl = 1024,
     osl: Osl = 1024,

@@ -102,7 +102,7 @@ def require_free(folder: Path) -> None:
 def methods_steps(plan: Plan, folder: Path, methods: Sequence[PricedMethod]) -> Iterator[str]:
     """The command that measures the methods on the engine; nothing where no other method was priced."""
     others = [each for each in methods if each.overlay is not None]
-    if plan.deployment is None or not others:
+    if plan.deployment is None or plan.deployment.pair is not None or not others:
         return
     loads = ",".join(str(batch * plan.copies_in_one_server) for batch in batches(plan))
     words = ["dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", plan.question.backend]
@@ -126,7 +126,12 @@ def write_plan(plan: Plan, folder: Path, methods: Sequence[PricedMethod] = ()) -
     }
     if plan.deployment is not None:
         told, servers = plan.verdict(), plan.copies // plan.copies_in_one_server
-        if servers > 1:
+        if plan.deployment.pair is not None and plan.halves is not None:
+            prefill, decode = plan.halves
+            told.append(
+                f"This is a pair: `dflash-serve deploy` starts {prefill} servers that prefill, {decode} that decode."
+            )
+        elif servers > 1:
             told.append(
                 f"This is one of {servers} servers alike, each with at most {plan.deployment.limits.max_batch_size} "
                 f"requests at once. Set `replicas: {servers}` in the values that `dflash-serve deploy` writes."
