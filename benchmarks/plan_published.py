@@ -17,6 +17,7 @@ from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, uniform
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.reports import write_json
 from dflash_serve.deployment.description import Model
+from dflash_serve.planning.methods import chain_of_target
 from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
 from dflash_serve.planning.step_times import Pair, Roofline, Split, Tables, library, shipped_configuration
@@ -66,8 +67,8 @@ class Case(NamedTuple):
             told, published = cell.predicted(constants), self.row[key]
             out |= {f"predicted_{key}": round(told), f"{key}_error": published and round(told / published - 1, 4)}
         ratio = self.wide.predicted(constants) / self.plain.predicted(constants)
-        figures = {"speedup": round(self.speedup, 2), "predicted_speedup": round(ratio, 2)}
-        return {**out, **figures, "speedup_error": round(ratio / self.speedup - 1, 4)}
+        figures = {"speedup": round(self.speedup, 2) or None, "predicted_speedup": round(ratio, 2)}
+        return {**out, **figures, "speedup_error": round(ratio / self.speedup - 1, 4) if self.speedup else None}
 
 
 def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) -> Iterator[Case]:
@@ -75,13 +76,14 @@ def cases(group: Mapping[str, Any], start: Constants, *, by_hand: bool = False) 
     for row in group["rows"]:
         times = times_of(row["target"], group["gpu"], group["engine"], group.get("tensor", 1), by_hand=by_hand)
         load = Load(*DATA["tasks"][row["task"]])
-        predictor = Predictor(times, start, load, row["block"], Split(group.get("tensor", 1)))
+        head = chain_of_target(times.pair, mtp=group["method"] == "MTP") if "method" in group else None
+        predictor = Predictor(times, start, load, row["block"], Split(group.get("tensor", 1)), head)
         told = {"group": group["name"], "held_out": group["role"] != "in sample"}
         told |= {key: row[key] for key in ("target", "task", "tau", "block")}
         for place, batch in enumerate(row["concurrency"]):
             base, dflash, ratio = (row[key][place] if key in row else None for key in ("base", "dflash", "speedup"))
             ratio = dflash / base if base and dflash else ratio
-            base = base or (dflash / ratio if dflash else None)
+            base = base or (dflash / ratio if dflash and ratio else None)
             dflash = dflash or (base * ratio if base else None)
             plain = MeasuredCell(predictor, batch, 1, 1.0, base or 1.0)
             wide = MeasuredCell(predictor, batch, row["block"], row["tau"], dflash or 1.0)
@@ -130,6 +132,20 @@ def measured_curve(constants: Constants) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def chains(constants: Constants) -> dict[str, Any]:
+    """EAGLE-3 and MTP: one more constant, fitted to the group in sample; errors of it and of the groups held out."""
+    groups = {group["name"]: list(cases(group, constants)) for group in DATA["chains"]}
+    fitted = fit([case.wide for case in groups["EAGLE-3, fitted"]], constants, ["chain_pass"])
+    lines = {name: [case.line(fitted) for case in found] for name, found in groups.items()}
+    told = {group["name"]: {"source": group["source"], "role": group["role"], **summary(lines[group["name"]])}
+            for group in DATA["chains"]}  # fmt: skip
+    return {
+        "chain_pass": fitted.chain_pass,
+        "groups": told,
+        "lines": [each for found in lines.values() for each in found],
+    }
+
+
 def main() -> None:
     """Fits, predicts, writes."""
     start = constants_of("sglang", "sglang-spec-v1")
@@ -146,6 +162,7 @@ def main() -> None:
                    for group in DATA["groups"]},
         "held_out": summary(held),
         "roofline": {"constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
+        "chains": chains(constants),
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip

@@ -15,8 +15,9 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dflash_serve.adapter.draft_layouts import stored_bytes
 from dflash_serve.adapter.launch import EngineLaunch
-from dflash_serve.checkpoint.config import BF16, weight_bytes
+from dflash_serve.checkpoint.config import BF16
 from dflash_serve.deployment.gpus import GIB, GPUS
 from dflash_serve.deployment.variables import given_cost, given_survival
 
@@ -168,7 +169,7 @@ class VLLMSettings(EngineLaunch):
         gpu = self.gpu or GPUS["h100"]
         rate = self.deployment.parallel.tensor * (BANDWIDTH_OF_A_CPU if self.on_cpu else gpu.bandwidth)
         step = (target.weight_bytes - idle * target.expert_bytes) / rate
-        draft = (weight_bytes(self.drafter) + head) / rate
+        draft = (stored_bytes(self.checkpoint, self.drafter) + head) / rate
         knee = KNEE_OF_A_CPU if self.on_cpu else int(gpu.flops / gpu.bandwidth)
         blocks = max(1, knee // self.block_size)
         return json.dumps(

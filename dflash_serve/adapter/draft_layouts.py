@@ -14,7 +14,7 @@ from typing import get_args
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors, weight_bytes
 from dflash_serve.checkpoint.quantization import LAYOUTS as NAMES
-from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.storage import GROUPS, Format, Layout, Scheme
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.errors import Problem
@@ -53,10 +53,28 @@ def layout_verdict(layouts: Layouts, layout: str | None, format: str, title: str
 
 
 def stored_bytes(checkpoint: Checkpoint | None, config: DrafterConfig) -> int:
-    """Bytes of a drafter's weights in an engine: those of a quantised checkpoint, else of all its tensors in bf16."""
-    if checkpoint is None or checkpoint.quantization is None:
+    """Bytes of a drafter's weights in an engine: those of a quantised checkpoint, else of all its tensors in bf16. So
+    they are where its weights are not here.
+    """
+    if checkpoint is None or checkpoint.quantization is None or not checkpoint.pieces:
         return weight_bytes(config)
     return sum(checkpoint.headers[name].bytes for name in {piece.stored_name for piece in checkpoint.pieces.values()})
+
+
+def with_pieces(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint that `read_config` gave; a quantised one with its tensors, whose bytes and formats are asked for."""
+    return checkpoint if checkpoint.quantization is None else open_checkpoint(checkpoint.folder)
+
+
+def product_formats(checkpoint: Checkpoint) -> dict[str, Format]:
+    """The format of each product of the layers that is quantised alike in all of them, by its name there (`q_proj`)."""
+    if checkpoint.config is None:
+        return {}
+    found: dict[str, list[Format]] = {}
+    for module, scheme in checkpoint.quantised.items():
+        found.setdefault(module.rpartition(".")[2], []).append(scheme.format)
+    depth = checkpoint.config.num_layers
+    return {name: each[0] for name, each in found.items() if len(each) == depth and len(set(each)) == 1}
 
 
 def layout_problems(checkpoint: Checkpoint | None, layouts: Layouts, title: str, where: str) -> Iterator[Problem]:

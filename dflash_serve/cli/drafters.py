@@ -24,6 +24,7 @@ from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapter.verdicts import checkpoint_verdict, verdict
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
@@ -113,10 +114,12 @@ def drafters(
 ) -> None:
     """List published drafters: kind, block size, revision, licence, engines that serve them, published acceptance.
 
-    From a file of this release: nothing is fetched. A drafter named `auto` is chosen from it.
+    EAGLE-3 heads and MTP layers with a published acceptance stand beside them: `bench --variant` runs those.
+    From files of this release: nothing is fetched. A drafter named `auto` is chosen from it.
     """
     found = list(catalogue().drafters) if target is None else drafters_of(target)
-    if not found and target is not None:
+    others = other_methods(target)
+    if not (found or others) and target is not None:
         raise unknown_target(target)
     backends = [backend(name) for name in installed()]
     rows = [(one, {each.name: verdict(each, one) for each in backends}) for one in found]
@@ -132,11 +135,15 @@ def drafters(
             }
             for one, verdicts in rows
         ]
-        typer.echo(json.dumps({"gathered": catalogue().gathered, "releases": releases, "drafters": listed}, indent=2))
+        beside = [one.model_dump(mode="json") for one in others]
+        told = {"gathered": catalogue().gathered, "releases": releases, "drafters": listed, "other_methods": beside}
+        typer.echo(json.dumps(told, indent=2))
         return
     for one, verdicts in rows:
         typer.echo(one.repository if quiet else _published(one, verdicts))
     if not quiet:
+        for other in others:
+            typer.echo(f"{other.words}\n")
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
         typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
         typer.echo("Revisions that are not pinned may change: set drafter.revision. `serve --dry-run` checks the pair.")

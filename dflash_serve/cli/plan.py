@@ -19,6 +19,7 @@ from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.gpus import GPUS
 
 if TYPE_CHECKING:
+    from dflash_serve.planning.methods import PricedMethod
     from dflash_serve.planning.plan import Plan
 
 TOP = 12  # Lines of a front in the terminal, at most
@@ -27,6 +28,7 @@ Gpu = Annotated[str | None, Option(help=f"Kind of GPU: {', '.join(GPUS)}.")]
 Count = Annotated[int | None, Option(help="Number of GPUs. [default: hardware.count, or 1]", min=1)]
 Tensor = Annotated[int | None, Option(help="GPUs that share every layer. [default: the best]", min=1)]
 Expert = Annotated[int | None, Option(help="GPUs that share out the experts. [default: the best]", min=1)]
+Pair = Annotated[bool, Option("--pair", help="Write prefill and decode servers, as many of each as the load wants.")]
 Isl = Annotated[int, Option(help="Mean prompt, in tokens.", min=1)]
 Osl = Annotated[int, Option(help="Mean answer, in tokens.", min=2)]
 SloInteractivity = Annotated[float | None, Option(help="Tokens/s/user that must be kept.", min=0)]
@@ -36,6 +38,9 @@ Survival = Annotated[Path | None, Option(help="Report of evaluate or bench: surv
 Task = Annotated[str | None, Option(help="Task: of --survival's report, else as published (gsm8k, mt-bench).")]
 ConstantsOf = Annotated[str | None, Option("--constants", help="Engine constants: a known set, or a JSON file.")]
 Calibrate = Annotated[Path | None, Option(help="bench.json or certificate.json: fit the engine constants to it.")]
+Methods = Annotated[
+    str | None, Option(help="Price methods beside each other: off,dflash,dflash2,dspark,eagle3,mtp, or some of them.")
+]
 Output = Annotated[Path, Option(help="Folder for the plan.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the plan in --output.")]
 
@@ -50,6 +55,7 @@ def plan(
     count: Count = None,
     tensor: Tensor = None,
     expert: Expert = None,
+    pair: Pair = False,
     block_size: options.BlockSize = None,
     isl: Isl = 1024,
     osl: Osl = 1024,
@@ -60,6 +66,7 @@ def plan(
     task: Task = None,
     constants: ConstantsOf = None,
     calibrate: Calibrate = None,
+    methods: Methods = None,
     output: Output = Path("plan"),
     overwrite: Overwrite = False,
     as_json: options.Json = False,
@@ -70,34 +77,47 @@ def plan(
     chosen = server_backend(backend)
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.files import JSON, require_free, write_plan
+    from dflash_serve.planning.methods import compared, methods_named
     from dflash_serve.planning.plan import make_plan
     from dflash_serve.planning.settings import PlanSettings
 
     if not overwrite:
         require_free(output)
+    named = methods_named(methods) if methods is not None else []
     settings = options.settings_of(PlanSettings, context.params)
     flags = overlay(options.deployment_flags(context.params), settings.flags())
     described = options.load_described(deployment, flags, quiet=quiet)
     with shown(quiet=quiet), doing("planning"):
         answer = make_plan(settings.question(name_drafter(described, chosen, quiet=quiet)))
+        others = compared(answer, named, task)
     require_writable(output)
-    files = write_plan(answer, output)
+    files = write_plan(answer, output, others)
     if as_json:
         typer.echo((output / JSON).read_text(encoding="utf-8"), nl=False)
         return
     for line in answer.verdict():
         say(line)
-    if quiet:
-        return
+    if not quiet:
+        _tell(answer, output, others, files)
+
+
+def _tell(answer: Plan, output: Path, others: list[PricedMethod], files: list[Path]) -> None:
     from rich.console import Console
 
+    from dflash_serve.planning.files import methods_steps
+
     # Piped, a table is as wide as it wants to be: rich would cut its columns at 80.
-    Console(width=None if sys.stdout.isatty() else UNCUT).print(_table(answer))
+    console = Console(width=None if sys.stdout.isatty() else UNCUT)
+    console.print(_table(answer))
+    if others:
+        console.print(_methods(others))
+    for line in _sources(others):
+        say(line)
     for line in answer.question.calibration:
         say(f"calibrated: {line}")
     for caution in answer.cautions():
         say(f"note: {caution}")
-    for step in answer.next_steps(output):
+    for step in (*answer.next_steps(output), *methods_steps(answer, output, others)):
         typer.echo(f"next: {step}")  # a command is one line, to be copied
     say(f"written: {', '.join(str(file) for file in files)}")
 
@@ -131,3 +151,24 @@ def _table(answer: Plan) -> Any:
             style = "bold" if chosen else None
             table.add_row(label, str(point.split), str(point.batch), str(point.width), *figures, style=style)
     return table
+
+
+def _methods(methods: list[PricedMethod]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    heads = ("", "width", "\N{GREEK SMALL LETTER TAU}", "batch", "tokens/s\nper GPU", "tokens/s\nper user", "times off")
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for method in methods:
+        for place, (point, gain) in enumerate(zip(method.points, method.gains, strict=True)):
+            label = (method.name, str(point.width), f"{point.acceptance_length:.2f}") if place == 0 else ("", "", "")
+            figures = (f"{point.throughput:,.0f}", f"{point.interactivity:,.0f}", f"{gain:.2f}")
+            table.add_row(*label, str(point.batch), *figures)
+    return table
+
+
+def _sources(methods: list[PricedMethod]) -> list[str]:
+    told = [f"{method.name}: {method.acceptance.source}" for method in methods if method.acceptance is not None]
+    return [*told, *(f"{method.name}: not priced: {method.why_not}" for method in methods if method.why_not)]

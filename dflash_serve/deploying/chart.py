@@ -21,9 +21,9 @@ import yaml
 
 from dflash_serve.adapter.checks import uses_drafter
 from dflash_serve.adapter.counters import EXPECTED, GAINED
+from dflash_serve.adapter.draft_layouts import stored_bytes, with_pieces
 from dflash_serve.adapter.facts import EngineFacts
 from dflash_serve.adapter.registry import backend, server_backend
-from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_source
 from dflash_serve.checkpoint.target import read_target_layout, target_configuration
@@ -157,7 +157,8 @@ def _gigabytes(deployment: Deployment) -> int | None:
         return None
     if uses_drafter(deployment) and deployment.drafter is not None:
         source = drafter_source(deployment.drafter.model)
-        size += weight_bytes(read_config(source, deployment.drafter.revision)[0])
+        config, checkpoint = read_config(source, deployment.drafter.revision)
+        size += stored_bytes(with_pieces(checkpoint), config)
     return math.ceil(size / 1e9)
 
 

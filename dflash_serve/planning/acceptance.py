@@ -60,7 +60,7 @@ def of_task(task: str, target: str, drafter: str | None, block_size: int) -> Exp
     Raises:
         UserError: none was published; says which were.
     """
-    ours = _rows(target)
+    ours = catalogued_with(target)
     found = _published_at(task, [row for row in ours if drafter is None or _is(row, drafter)])
     if found is None:
         raise _unpublished(task, target, drafter, ours)
@@ -70,22 +70,28 @@ def of_task(task: str, target: str, drafter: str | None, block_size: int) -> Exp
     return from_length(figure.value, block_size, source, measured_at=row.block_size)
 
 
-def _rows(target: str) -> list[CataloguedDrafter]:
-    # Whole names only: a fine-tune whose name begins alike has another acceptance. A folder goes by its own name.
-    return drafters_of(Path(target).name if Path(target).is_dir() else target)
+def named_target(target: str) -> str:
+    """The name by which tables know a target: a folder goes by its own name."""
+    return Path(target).name if Path(target).is_dir() else target
+
+
+def catalogued_with(target: str) -> list[CataloguedDrafter]:
+    """Rows of a target, by its whole name only: a fine-tune whose name begins alike has another acceptance."""
+    return drafters_of(named_target(target))
 
 
 def _is(row: CataloguedDrafter, drafter: str) -> bool:
     return row.repository.lower() == drafter.lower()
 
 
-def _task(figure: PublishedAcceptance) -> str:
+def task_of(figure: PublishedAcceptance) -> str:
+    """The name on the command line of a figure's benchmark."""
     named = {benchmark: task for task, benchmark in TASKS.items()}
     return named.get(figure.benchmark, figure.benchmark.lower())
 
 
 def _published_at(task: str, rows: Iterable[CataloguedDrafter]) -> tuple[CataloguedDrafter, PublishedAcceptance] | None:
-    figures = ((row, figure) for row in rows for figure in row.acceptance_length if _task(figure) == task)
+    figures = ((row, figure) for row in rows for figure in row.acceptance_length if task_of(figure) == task)
     return next(figures, None)
 
 
@@ -96,7 +102,7 @@ def _unpublished(task: str, target: str, drafter: str | None, ours: Sequence[Cat
         f"no acceptance was published for {whose}",
         "give --acceptance-length, or --survival a report of `evaluate`",
     )
-    if tasks := sorted({_task(figure) for row in rows for figure in row.acceptance_length}):
+    if tasks := sorted({task_of(figure) for row in rows for figure in row.acceptance_length}):
         what, do = f"{what} at this task", did_you_mean(task, tasks) or f"there are: {', '.join(tasks)}"
     elif drafter is not None and (others := _published_at(task, ours)) is not None:
         row, figure = others
@@ -108,8 +114,8 @@ def _unpublished(task: str, target: str, drafter: str | None, ours: Sequence[Cat
 
 def published(target: str, drafter: str) -> str:
     """Published acceptance lengths of a drafter beside a target, by task; "" where there are none."""
-    figures = (figure for row in _rows(target) if _is(row, drafter) for figure in row.acceptance_length)
-    return ", ".join(f"{_task(one)} {one.value:g}" for one in figures)
+    figures = (figure for row in catalogued_with(target) if _is(row, drafter) for figure in row.acceptance_length)
+    return ", ".join(f"{task_of(one)} {one.value:g}" for one in figures)
 
 
 def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:

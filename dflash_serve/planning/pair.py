@@ -16,10 +16,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dflash_serve.adapter.checks import block_problems, check_pairing
+from dflash_serve.adapter.draft_layouts import product_formats, stored_bytes, with_pieces
 from dflash_serve.adapter.launch import kv_bytes_each
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogued_drafter, catalogued_target
 from dflash_serve.checkpoint.config import AttentionKind, DrafterConfig, Heads, uniform_target_layer_ids
-from dflash_serve.checkpoint.reader import read_config
+from dflash_serve.checkpoint.reader import Checkpoint, read_config
 from dflash_serve.checkpoint.source import cached_folder, target_described
 from dflash_serve.checkpoint.target import TargetLayout, read_target_layout, target_configuration
 from dflash_serve.checkpoint.target_files import KEYS, TargetFiles, read_target
@@ -46,18 +47,20 @@ def read_pair(deployment: Deployment) -> Pair:
     if layout.experts and not layout.experts_per_token:
         what = f"config.json names {layout.experts} experts, and not how many of them a token uses"
         raise UserError(what, where=model.model, do=f"add {KEYS['experts per token'][0]} to it")
-    assumed: str | None = None
+    assumed, checkpoint = None, None
     if deployment.drafter is None:
         block = deployment.speculation.block_size or USUAL_BLOCK
         drafter = usual_drafter(layout, read_target(folder), block)
         assumed = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block}, is assumed"
     else:
-        drafter, source = _named_drafter(deployment.drafter, layout, read_target(folder))
+        drafter, source, checkpoint = _named_drafter(deployment.drafter, layout, read_target(folder))
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
         told += [source] if source else []
     drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
     share, each = deployment.kv_cache.memory_fraction, kv_bytes_each(deployment, layout)
-    return Pair(model, folder, layout, drafter, assumed, each, share, tuple(told))
+    stored = None if checkpoint is None else stored_bytes(checkpoint, drafter)
+    formats = product_formats(checkpoint) if checkpoint is not None else {}
+    return Pair(model, folder, layout, drafter, assumed, each, share, tuple(told), stored, formats)
 
 
 def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
@@ -75,27 +78,36 @@ def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
     return folder, f"{name} is not on this machine: its sizes are the catalogue's ({known.source})"
 
 
-def _named_drafter(model: Model, layout: TargetLayout, target: TargetFiles) -> tuple[DrafterConfig, str | None]:
-    # The drafter's description, and a sentence where it is the catalogue's.
+def _named_drafter(
+    model: Model, layout: TargetLayout, target: TargetFiles
+) -> tuple[DrafterConfig, str | None, Checkpoint | None]:
+    # The drafter's description, and a sentence where it is the catalogue's, else its checkpoint.
     name, row = model.model, catalogued_drafter(model.model)
     here = cached_folder(name, model.revision)
     if here is not None or row is None or Path(name).is_dir() or "/" not in name:
-        return read_config(here or name, None if here else model.revision)[0], None
+        return _read(here or name, None if here else model.revision)
     if model.revision in (None, row.revision) and row.sizes and row.block_size and row.heads is not None:
         told = f"{name} is not on this machine: its sizes are the catalogue's ({row.source})"
         positions = (
             layout.shape.max_position_embeddings or DrafterConfig.model_fields["max_position_embeddings"].default
         )
         config = row.sizes.config(row.block_size, row.heads, layout.shape.num_layers)
-        return config.model_copy(update={"max_position_embeddings": positions}), told
+        if row.weights not in (None, "bf16"):
+            told += f". Its {row.weights} weights are counted as in bf16, which is too much"
+        return config.model_copy(update={"max_position_embeddings": positions}), told, None
     try:
-        return read_config(name, model.revision)[0], None
+        return _read(name, model.revision)
     except UserError as error:
         if row.block_size is None:
             raise
         told = f"{name} cannot be read ({error.what}), and the catalogue has no sizes of it"
         told += f": {USUAL_LAYERS} layers as wide as the target are assumed"
-        return _of_row(usual_drafter(layout, target, row.block_size), row), told
+        return _of_row(usual_drafter(layout, target, row.block_size), row), told, None
+
+
+def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, None, Checkpoint]:
+    config, checkpoint = read_config(folder_or_id, revision)
+    return config, None, with_pieces(checkpoint)
 
 
 def _of_row(usual: DrafterConfig, row: CataloguedDrafter) -> DrafterConfig:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.pair import both_halves
+from dflash_serve.deployment.pair import HALVES, both_halves
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
@@ -129,6 +129,8 @@ class Plan:
     @property
     def copies_in_one_server(self) -> int:
         """Copies of the model in one server, which stays within a node. All other copies are in servers like it."""
+        if self.question.deployment.pair is not None:
+            return 1
         several = backend(self.question.backend).facts.data_parallel
         room = self.question.on.per_node // self.chosen.split.tensor if several else 1
         return max(copies for copies in range(1, room + 1) if self.copies % copies == 0)
@@ -151,6 +153,8 @@ class Plan:
             "limits": {"max_batch_size": chosen.batch * copies},
             "hardware": {"count": chosen.split.tensor * copies},
         }
+        if asked.pair is not None and self.halves is not None:
+            update["pair"] = {name: {"replicas": count} for name, count in zip(HALVES, self.halves, strict=True)}
         made = Deployment.model_validate(overlay(asked.model_dump(exclude_unset=True), update))
         drafter, load = self.question.pair.drafter.max_position_embeddings, self.question.load
         if asked.limits.max_model_len is not None or load.isl + load.osl > drafter:
@@ -271,13 +275,8 @@ class Plan:
         asked, constants, chosen = self.question, self.question.constants, self.chosen
         yield from (f"{note}." for note in self.notes)
         yield from (f"{told}." for told in asked.pair.catalogued)
-        refused = any(one.key == "pair" for one in server_backend(asked.backend).facts.refusals)
-        if self.halves is not None and not refused:
-            (prefill, decode), (prompt, answer) = self.halves, self.busy_ms
-            yield (
-                f"As a pair, about {prefill} of the {self.copies} copies would prefill and {decode} decode: a prompt "
-                f"takes {prompt:.0f} ms of one, an answer {answer:.0f} ms. No GPU has checked this estimate."
-            )
+        if self.halves is not None and not _refuses_pairs(asked):
+            yield self._as_pair(*self.halves)
         if asked.pair.catalogued:
             yield f"{asked.backend}'s own checks were not made: `dflash-serve serve --dry-run` makes them."
         if asked.pair.assumed:
@@ -317,11 +316,27 @@ class Plan:
         for problem in self.refusals():
             yield f"`serve` would refuse the deployment here: {problem}."
 
+    def _as_pair(self, prefill: int, decode: int) -> str:
+        (prompt, answer), load = self.busy_ms, self.question.load
+        rates = f"{1e3 * load.isl / prompt:,.0f} tokens/s of prompts on one, {1e3 * load.osl / answer:,.0f} of answers"
+        told = (
+            f"As a pair, about {prefill} of the {self.copies} copies would prefill and {decode} decode: a prompt takes "
+            f"{prompt:.0f} ms of one, an answer {answer:.0f} ms ({rates}), so one prefills for "
+            f"{answer / prompt:.2g} that decode. No GPU has checked this estimate."
+        )
+        if self.question.deployment.pair is None:
+            return told
+        return f"{told} The expected speed is that of servers which do both: a pair's is not predicted."
+
     def next_steps(self, folder: Path) -> Iterator[str]:
         """Commands that serve and measure the plan, in order."""
         chosen, asked = self.chosen, self.question
         if self.deployment is None:
             yield "name --drafter, and a deployment.yaml is written"
+            return
+        if self.deployment.pair is not None:
+            serve = f"dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend} --role"
+            yield from (f"{serve} {role}" for role in HALVES)
             return
         environment = "" if chosen.variant == OFF else f"DFLASH_SERVE_COST_TABLE={folder}/{COSTS} "
         yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend}"
@@ -348,6 +363,9 @@ def make_plan(question: PlanQuestion) -> Plan:
         UserError: not one request fits, or nothing meets the limits.
     """
     question.require_lengths()
+    pair = question.deployment.pair is not None
+    if pair and _refuses_pairs(question):
+        raise UserError(f"{question.backend} serves no pair", where="pair", do="leave it out, or use another --backend")
     predictors: dict[Split, Predictor] = {}
     room: dict[Split, Room] = {}
     notes: dict[str, list[Split]] = defaultdict(list)
@@ -355,6 +373,9 @@ def make_plan(question: PlanQuestion) -> Plan:
     for split in question.splits():
         if (most := question.most(split)) == 0:
             notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
+            continue
+        if pair and question.copies(split) < len(HALVES):
+            notes["A pair needs two copies"].append(split)
             continue
         times, why = question.step_times(split)
         longest = question.load.isl + question.load.osl
@@ -377,6 +398,8 @@ def make_plan(question: PlanQuestion) -> Plan:
         if question.most(split) == 0:
             do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
             raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
+        if "A pair needs two copies" in notes:
+            raise UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
         what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
         raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
     follows = _can_follow(question)
@@ -386,8 +409,14 @@ def make_plan(question: PlanQuestion) -> Plan:
     return Plan(question, follows, predictors, room, told, curves)
 
 
+def _refuses_pairs(question: PlanQuestion) -> bool:
+    return any(one.key == "pair" for one in server_backend(question.backend).facts.refusals)
+
+
 def _can_follow(question: PlanQuestion) -> bool:
     # True where the engine can run `width: auto` for this pair.
+    if question.deployment.pair is not None:
+        return False  # both halves verify whole blocks
     if question.deployment.drafter is None:
         return True
     given = question.deployment.model_dump(exclude_unset=True)

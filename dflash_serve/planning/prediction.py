@@ -23,7 +23,7 @@ from dflash_serve.common.documents import read_text
 from dflash_serve.common.extras import import_extra
 from dflash_serve.common.settings import Frozen, describe
 from dflash_serve.errors import UserError, did_you_mean
-from dflash_serve.planning.step_times import Milliseconds, Split, StepTimes
+from dflash_serve.planning.step_times import Chain, Milliseconds, Split, StepTimes
 from dflash_serve.speculation.allocation import choose_widths
 from dflash_serve.speculation.costs import CostModel
 
@@ -76,6 +76,9 @@ class Constants(Frozen):
     speculative_step: NonNegativeFloat
     plain_request: NonNegativeFloat
     speculative_request: NonNegativeFloat
+    chain_pass: NonNegativeFloat = 0.14
+    """Of each pass but the first of a drafter that drafts one token after another (EAGLE-3, MTP): one value for every
+    engine, fitted to 15 published cells of SGLang (plan-published.json)."""
     evidence: Literal["fitted", "implied", "assumed", "calibrated"]
     """fitted: to published or measured rows; implied: by a few cells; assumed: bounded by cross-checks alone;
     calibrated: to a measurement of the user's."""
@@ -155,16 +158,21 @@ class Predictor:
     load: Load
     block_size: int
     split: Split = WHOLE
+    chain: Chain | None = None  # It drafts instead of the pair's drafter: as many tokens as are verified
 
     def step(self, batch: int, width: int) -> Milliseconds:
         """A step without prefills; width 1 = without speculation."""
         own, scale = self.constants.of_step(batch, speculates=width > 1), self.constants.scale
+        if self.chain is not None and width > 2:
+            own += Milliseconds(constants=self.constants.chain_pass * (width - 2))
         return (self._verified(batch, width) + self._drafted(batch, width)).times(scale) + own
 
     def _verified(self, batch: int, width: int) -> Milliseconds:
         return self.times.verify(batch, width, self.load.context)
 
     def _drafted(self, batch: int, width: int) -> Milliseconds:
+        if self.chain is not None and width > 1:
+            return self.times.chain(self.chain, batch, width, self.load.context)
         return self.times.draft(batch, self.block_size, self.load.context) if width > 1 else Milliseconds()
 
     @cached_property

@@ -24,6 +24,7 @@ class PlanSettings(Frozen):
     tensor: PositiveInt | None
     """None = the best."""
     expert: PositiveInt | None
+    pair: bool
     isl: PositiveInt
     osl: PositiveInt
     slo_interactivity: float | None
@@ -45,6 +46,7 @@ class PlanSettings(Frozen):
         return {
             "hardware": {"gpu": self.gpu, "count": self.count},
             "parallel": {"tensor": self.tensor, "expert": self.expert},
+            **({"pair": {"prefill": {}}} if self.pair else {}),
         }
 
     def question(self, deployment: Deployment) -> PlanQuestion:

@@ -5,6 +5,8 @@ library (`aiconfigurator-core` 0.12.0, pinned: some names lie outside its stable
 
     verify(b, w, ctx) = the target's generation operators at b*w rows + decode attention at (b, ctx)
     draft(b, B, ctx)  = the drafter's matrix products at b*B rows + its attention over ctx + B + the head at b*(B-1)
+    chain(b, w, ctx)  = w - 1 passes of one layer and a head, one after another: the first over b*w rows, all others
+                        over b rows (EAGLE-3; a target's own MTP layer, priced as the mean of its layers)
 
 Attention over one prefix is read once a step, whatever the width: the library's own speculation reads it once a token.
 
@@ -22,8 +24,8 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,6 +34,7 @@ from typing import Any, Protocol
 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes, weight_bytes
 from dflash_serve.checkpoint.files import QUANT_CONFIG
+from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.common.extras import import_extra
 from dflash_serve.deployment.description import Model
@@ -94,6 +97,37 @@ class Pair:
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
     memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
     catalogued: tuple[str, ...] = ()  # A sentence for each model whose sizes are the catalogue's: it is not here
+    drafter_bytes: int | None = None  # Of the drafter's weights; None = all its tensors in bf16
+    drafter_formats: Mapping[str, Format] = field(default_factory=dict)  # Quantised product -> format; others are bf16
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the drafter's weights."""
+        return weight_bytes(self.drafter) if self.drafter_bytes is None else self.drafter_bytes
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A head that drafts one token after another: an EAGLE-3 head, or a target's own MTP layer."""
+
+    hidden: int
+    features: int  # Rows of the target's hidden size that its `fc` joins for one token
+    vocabulary: int  # Tokens that it can draft
+    intermediate: int = 0  # Sizes of an EAGLE-3 head's only layer; 0 = the layer is the target's own
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+
+    @property
+    def joined(self) -> int:
+        """Parameters of its `fc`."""
+        return self.features * self.hidden * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of an EAGLE-3 head's layer: its attention reads the token's embedding beside the hidden state."""
+        attention = 2 * self.hidden * (self.heads + 2 * self.kv_heads) + self.heads * self.hidden
+        return attention * self.head_dim + 3 * self.hidden * self.intermediate
 
 
 class StepTimes(Protocol):
@@ -110,6 +144,10 @@ class StepTimes(Protocol):
 
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         """The drafter's pass over a block for each request, new context features and the head included."""
+        ...
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        """The passes of a chain that drafts `width` - 1 tokens for each request."""
         ...
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
@@ -145,7 +183,7 @@ def _tokens(pair: Pair, on: Gpu, split: Split, context: int, *, drafts: bool) ->
     free = MEMORY_SHARE * on.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
-        free -= weight_bytes(drafter) / tensor
+        free -= pair.draft_bytes / tensor
         request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
     if pair.memory_fraction is not None:
@@ -181,10 +219,25 @@ class Roofline:
     def draft(self, batch: int, block_size: int, context: int) -> Milliseconds:
         drafter = self.pair.drafter
         head = 2 * drafter.vocab_size * drafter.hidden_size
-        read, rows = weight_bytes(drafter) + head, batch * block_size
+        read, rows = self.pair.draft_bytes + head, batch * block_size
+        multiplied = (weight_bytes(drafter) + head) / 2
         cached = sum(min(context + block_size, kind.window or context + block_size) for kind in drafter.layers)
         per_layer = context_bytes(drafter) / drafter.num_layers
-        return self._pass(read, read / 2, rows, batch * cached * per_layer, drafter.num_layers)
+        return self._pass(read, multiplied, rows, batch * cached * per_layer, drafter.num_layers)
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        layout, logits = self.pair.layout, head.vocabulary * head.hidden
+
+        def one(rows: int) -> Milliseconds:
+            if not head.intermediate:
+                depth = layout.shape.num_layers
+                layer = self._target(batch, max(1, rows // batch), context, 2 * layout.head_dim).times(1 / depth)
+                return layer + self._pass(2 * (logits + head.joined), logits + head.joined, batch, 0, 1)
+            cached = batch * context * 4 * head.kv_heads * head.head_dim
+            joined = head.joined if rows > batch else 0
+            return self._pass(2 * (head.layer + logits + joined), head.layer + joined, rows, cached, 1)
+
+        return one(batch * width) + one(batch).times(width - 2)
 
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
@@ -348,11 +401,11 @@ class Tables:
         dense = [
             ops.Embedding("d_embed", 1, drafter.vocab_size // tensor, hidden, 0.3),
             ops.GEMM("d_fc", 1, hidden, drafter.feature_size, bf16),
-            ops.GEMM("d_context_kv", depth, 2 * kv, hidden, bf16),
-            ops.GEMM("d_qkv", depth, query + 2 * kv, hidden, bf16),
-            ops.GEMM("d_o", depth, hidden, query, bf16),
-            ops.GEMM("d_gate_up", depth, 2 * wide, hidden, bf16),
-            ops.GEMM("d_down", depth, hidden, wide, bf16),
+            ops.GEMM("d_context_kv", depth, 2 * kv, hidden, self._mode("k_proj", "v_proj")),
+            ops.GEMM("d_qkv", depth, query + 2 * kv, hidden, self._mode("q_proj", "k_proj", "v_proj")),
+            ops.GEMM("d_o", depth, hidden, query, self._mode("o_proj")),
+            ops.GEMM("d_gate_up", depth, 2 * wide, hidden, self._mode("gate_proj", "up_proj")),
+            ops.GEMM("d_down", depth, hidden, wide, self._mode("down_proj")),
             ops.ElementWise("d_norms", 2 * depth, 2 * hidden, 2 * hidden, 0.8),
             ops.ElementWise("d_act", depth, 2 * wide, wide, 0.8),
         ]
@@ -365,6 +418,53 @@ class Tables:
             op = ops.GenerationAttention("generation_attention", layers, heads, kv_heads, kv_mode, head_size=size)
             done += self._evaluate([op], batch, min(context + block_size, window or context + block_size))
         return done
+
+    def _mode(self, *products: str) -> Any:
+        # Of products that are multiplied as one; bf16 where they differ, and for formats that no table has.
+        formats, modes = {self.pair.drafter_formats.get(each) for each in products}, library("sdk", "common")
+        able = {"fp8": self.on.has_fp8, "nvfp4": self.on.has_fp4}
+        found = str(formats.pop()) if len(formats) == 1 else ""
+        return modes.GEMMQuantMode[found if able.get(found) else "bfloat16"]
+
+    def chain(self, head: Chain, batch: int, width: int, context: int) -> Milliseconds:
+        ops, tensor = library("sdk", "operations"), self.split.tensor
+        bf16 = library("sdk", "common").GEMMQuantMode.bfloat16
+        logits = self._evaluate([ops.GEMM("c_head", 1, head.vocabulary // tensor, head.hidden, bf16)], batch)
+        join = ops.GEMM("c_fc", 1, head.hidden, head.features * head.hidden, bf16)
+        first, later = batch * width, batch
+        if head.intermediate:  # `fc` joins the target's layers, once for each new token
+            done = self._evaluate([join], first) + self._layer(head, first, batch, context)
+            return done + logits + (self._layer(head, later, batch, context) + logits).times(width - 2)
+        done, more = (
+            self._evaluate([join], rows) + self._mean_layer(batch, wide, context) + logits
+            for rows, wide in ((first, width), (later, 1))
+        )
+        return done + more.times(width - 2)
+
+    def _mean_layer(self, batch: int, width: int, context: int) -> Milliseconds:
+        # The target's pass without its embedding and its head, by its number of layers.
+        beside = [op for op in self._decode(batch * width, context) if "embedding" in op[0] or "logits" in op[0]]
+        whole = self.verify(batch, width, context) + _sum(beside).times(-1)
+        return whole.times(1 / self.pair.layout.shape.num_layers)
+
+    def _layer(self, head: Chain, rows: int, batch: int, context: int) -> Milliseconds:
+        ops, common, tensor = library("sdk", "operations"), library("sdk", "common"), self.split.tensor
+        bf16, wide, hidden = common.GEMMQuantMode.bfloat16, head.intermediate // tensor, head.hidden
+        heads, kv_heads = head.heads // tensor, max(1, head.kv_heads // tensor)
+        query, kv, kv_mode = heads * head.head_dim, kv_heads * head.head_dim, common.KVCacheQuantMode.bfloat16
+        dense = [
+            ops.GEMM("c_qkv", 1, query + 2 * kv, 2 * hidden, bf16),
+            ops.GEMM("c_o", 1, hidden, query, bf16),
+            ops.GEMM("c_gate_up", 1, 2 * wide, hidden, bf16),
+            ops.GEMM("c_down", 1, hidden, wide, bf16),
+            ops.ElementWise("c_norms", 4, hidden, hidden, 0.8),
+            ops.ElementWise("c_act", 1, 2 * wide, wide, 0.8),
+        ]
+        if tensor > 1:
+            dense.append(ops.CustomAllReduce("c_all_reduce", 2, hidden, tensor))
+        size = head.head_dim
+        reads = ops.GenerationAttention("generation_attention", 1, heads, kv_heads, kv_mode, head_size=size)
+        return self._evaluate(dense, rows) + self._evaluate([reads], batch, context)
 
     @quiet()
     def _evaluate(self, ops: Sequence[Any], rows: int, context: int = 0) -> Milliseconds:

@@ -131,7 +131,7 @@ def test_weights_that_do_not_fit_the_default_volume_get_a_larger_one(
     write: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "models" not in values(write(), *HELM)
-    monkeypatch.setattr("dflash_serve.deploying.chart.weight_bytes", lambda _: 600e9)
+    monkeypatch.setattr("dflash_serve.deploying.chart.stored_bytes", lambda *_: 600e9)
     given = values(write(), *HELM)
     assert int(given["models"]["size"].removesuffix("G")) > given["startup"]["gigabytes"] >= 600
 

@@ -14,9 +14,13 @@ from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict, rule
 from dflash_serve.checkpoint.catalogue import EngineVerdict
+from dflash_serve.checkpoint.config import weight_bytes
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
 from dflash_serve.checkpoint.storage import Format, Layout, Scheme
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import GPUS
+from dflash_serve.planning.pair import read_pair
+from dflash_vllm.settings import VLLMSettings
 from tests.support.draft_layouts import LAYOUTS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_drafter
@@ -144,6 +148,18 @@ def test_memory_counts_what_is_stored(engine: str, tmp_path: Path) -> None:
     assert plain.memory is not None
     assert small.memory.drafter == stored_bytes(small.checkpoint, small.drafter)
     assert 0.5 < small.memory.drafter / plain.memory.drafter < 0.8  # fc and the norms stay as they are
+
+
+def test_plans_and_vllm_s_first_costs_count_what_is_stored(tmp_path: Path) -> None:
+    given = deployment(tmp_path, INT8)
+    pair = read_pair(given)
+    stored = stored_bytes(open_checkpoint(tmp_path / "drafter"), pair.drafter)
+    assert pair.draft_bytes == stored < 0.8 * weight_bytes(pair.drafter)
+    assert pair.drafter_formats["down_proj"] == "int8"
+    settings = server_backend("vllm").launch(given)
+    assert isinstance(settings, VLLMSettings)
+    head, gpu = 2 * pair.drafter.vocab_size * pair.drafter.hidden_size, GPUS["h100"]
+    assert json.loads(settings.guessed_costs)["draft"]["1"] == pytest.approx((stored + head) / gpu.bandwidth)
 
 
 @pytest.mark.parametrize(

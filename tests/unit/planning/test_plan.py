@@ -174,6 +174,40 @@ def test_a_pair_would_have_the_more_prefill_servers_the_longer_the_prompts(tmp_p
     assert not [caution for caution in told if caution.startswith("As a pair")]
 
 
+@pytest.mark.parametrize("backend", ["sglang", "vllm"])
+def test_a_pair_that_is_asked_for_is_written_and_its_halves_can_be_served(tmp_path: Path, backend: str) -> None:
+    words = (*PAIR, *LENGTH, "--gpu", "b200", "--count", "8", "--tensor", "1", "--isl", "8000", "--osl", "100")
+    done = plan(tmp_path, *words, "--pair", "--backend", backend)
+    assert done.exception is None, done.exception
+    deployment = load_deployment(tmp_path / "deployment.yaml")
+    told = json.loads((tmp_path / "plan.json").read_text())
+    (line,) = (caution for caution in told["cautions"] if caution.startswith("As a pair, about "))
+    assert "a pair's is not predicted" in line
+    assert "tokens/s of prompts on one" in line
+    assert deployment.pair is not None
+    halves = deployment.pair.prefill.replicas, deployment.pair.decode.replicas
+    assert line.startswith(f"As a pair, about {halves[0]} of the 8 copies would prefill and {halves[1]} decode")
+    assert sum(halves) == 8
+    assert (deployment.hardware.count, deployment.parallel.data) == (1, 1)
+    assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
+    for role in ("prefill", "decode"):
+        assert f"next: dflash-serve serve {tmp_path}/deployment.yaml --backend {backend} --role {role}" in done.stdout
+    assert not [caution for caution in told["cautions"] if "`serve` would refuse" in caution]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--count", "1"), "a pair needs two copies of the model that fit"),
+        (("--count", "2", "--backend", "tensorrt-llm"), "tensorrt-llm serves no pair"),
+    ],
+)
+def test_a_pair_that_cannot_be_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = plan(tmp_path, *PAIR, *LENGTH, "--gpu", "b200", *words, "--pair")
+    assert said in str(done.exception)
+    assert not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize(("gpu", "count", "copies"), [("b200", 16, 8), ("gb200", 12, 4), ("b200", 12, 6)])
 def test_the_copies_of_one_sglang_server_stay_within_a_node(tmp_path: Path, gpu: str, count: int, copies: int) -> None:
     told = answer(tmp_path, *PAIR, *LENGTH, "--gpu", gpu, "--count", str(count), "--tensor", "1")

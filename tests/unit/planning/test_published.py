@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_serve.planning.plan import ROOFLINE_ERROR
-from dflash_serve.planning.prediction import constants_of
+from dflash_serve.planning.prediction import Constants, constants_of
 from tests.house import ROOT
 
 RESULT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "plan-published.json").read_text())
@@ -41,3 +41,14 @@ def test_no_error_that_a_plan_shows_is_smaller_than_what_was_found() -> None:
     for name in ("sglang-spec-v1", "sglang-spec-v2"):
         assert constants_of("sglang", name).error >= round(found, 2)
     assert constants_of("vllm", None).error >= round(RESULT["groups"]["another engine"]["dflash"]["mean_error"], 2)
+
+
+def test_chains_are_foreseen_about_as_well_as_drafters_of_a_block() -> None:
+    found = RESULT["chains"]
+    assert Constants.model_fields["chain_pass"].default == pytest.approx(found["chain_pass"], abs=0.001)
+    groups = found["groups"]
+    assert groups["EAGLE-3, fitted"]["speedup"]["cells"] == 15
+    assert groups["EAGLE-3, fitted"]["speedup"]["mean_error"] <= 0.12
+    assert groups["MTP"]["speedup"]["cells"] == 9
+    assert groups["MTP"]["speedup"]["mean_error"] <= 0.13
+    assert groups["EAGLE-3, another target"]["dflash"]["mean_error"] <= 0.30, "one cell, which docs/planning.md names"

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dflash_serve.checkpoint.config import context_bytes
+from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.deployment.gpus import GPUS, Gpu
+from dflash_serve.planning.methods import chain_of_target
 from dflash_serve.planning.step_times import (
     LIBRARY,
     MEMORY_SHARE,
+    OF_BANDWIDTH,
     Milliseconds,
     Roofline,
     Split,
@@ -163,6 +167,40 @@ def test_hopper_multiplies_fp8_twice_as_fast_as_bf16(tmp_path: Path) -> None:
     fp8 = replace(plain, model=plain.model.model_copy(update={"quantization": "fp8"}))
     once, twice = (Roofline(each, GPUS["h200"], Split()).prefill(8, 8192).total for each in (plain, fp8))
     assert once == pytest.approx(2 * twice, rel=0.05)
+
+
+def test_a_quantised_drafter_takes_the_bytes_that_it_stores(tmp_path: Path) -> None:
+    plain = planned_pair(tmp_path)
+    half = replace(plain, drafter_bytes=plain.draft_bytes // 2)
+    bf16, small = (Roofline(each, B200, Split()) for each in (plain, half))
+    free, token = plain.draft_bytes // 2, plain.layout.kv_bytes(2) + context_bytes(plain.drafter)
+    assert (small.kv_tokens() - bf16.kv_tokens()) * token == pytest.approx(free, rel=0.001)
+    assert small.kv_tokens(drafts=False) == bf16.kv_tokens(drafts=False)
+    saved = bf16.draft(1, 16, 1000).total - small.draft(1, 16, 1000).total
+    assert saved == pytest.approx(1e3 * free / (OF_BANDWIDTH * B200.bandwidth), rel=0.001), "less is read"
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_tables_price_a_drafter_s_quantised_products(dense: Tables, format: Format) -> None:
+    products = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    pair = replace(dense.pair, drafter_formats=dict.fromkeys(products, format))
+    small = Tables(pair, B200, Split(), "sglang")
+    assert small.draft(1, 16, 1000).total < 0.95 * dense.draft(1, 16, 1000).total
+    mixed = Tables(replace(pair, drafter_formats={"q_proj": format}), B200, Split(), "sglang")
+    assert mixed.draft(1, 16, 1000) == dense.draft(1, 16, 1000), "q, k and v are one product"
+    integers = Tables(replace(pair, drafter_formats=dict.fromkeys(products, "w4a16")), B200, Split(), "sglang")
+    assert integers.draft(1, 16, 1000) == dense.draft(1, 16, 1000), "no table has it: priced, in bf16"
+
+
+def test_a_chain_costs_a_pass_for_each_token(tmp_path: Path, dense: Tables) -> None:
+    for times in (dense, Roofline(planned_pair(tmp_path), B200, Split())):
+        for mtp in (False, True):
+            head = chain_of_target(times.pair, mtp=mtp)
+            two, three, four = (times.chain(head, 4, width, 1000).total for width in (2, 3, 4))
+            assert 0 < two < three < four
+            assert four - three == pytest.approx(three - two, rel=0.35), "only the first pass has more rows"
+        with_head, mean = (times.chain(chain_of_target(times.pair, mtp=mtp), 1, 4, 1000).total for mtp in (False, True))
+        assert with_head < mean, "the target's whole vocabulary, not 32,000 tokens"
 
 
 def test_one_request_has_a_recurrent_state_for_every_slot_and_k_v_of_the_attention_layers(tmp_path: Path) -> None:
