@@ -188,4 +188,5 @@ class PendingAnswer:
             finish_reason=request.finish_reason,
             statistics=request.statistics,
             logprobs=self.logprobs,
+            steps=request.steps,
         )

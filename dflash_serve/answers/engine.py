@@ -60,6 +60,8 @@ class RequestOutput:
     finish_reason: FinishReason
     statistics: AcceptanceStatistics = field(repr=False)  # Acceptance in its decoding steps
     logprobs: list[TokenLogprob] | None = None  # One for each of `token_ids`; None unless requested
+    steps: Sequence[tuple[int, int]] = field(default=(), repr=False)
+    """(width, accepted) of each decoding step, in order; the prompt's own pass gave the first token."""
 
 
 class Stream(Protocol):

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from pydantic import Field
 from dflash_serve.adapter.checks import block_size_of
 from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.answers.engine import Engine, Prompt, RequestOutput, template_variables
+from dflash_serve.answers.groups import Dimension, LabelledPrompt, grouped
 from dflash_serve.answers.prompts import context_needed
 from dflash_serve.common.progress import doing
 from dflash_serve.common.provenance import Environment, environment
@@ -23,7 +25,7 @@ from dflash_serve.common.settings import Frozen
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import total
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 AT_ONCE = 16  # Requests at once by default
 AS_IT_IS = "as it is"  # The drafter with its own features, in contrast to the controls
@@ -116,7 +118,7 @@ def compare_with_plain(engine: Engine, prompts: Sequence[Prompt], params: Sampli
 
 
 class TaskFigures(Frozen):
-    """One task under one control or none."""
+    """One task under one control or none, or one group of steps."""
 
     prompts: int
     steps: float | None  # Steps without speculation included; τ and survival are over those that speculated
@@ -140,16 +142,19 @@ class EvaluationReport(Frozen):
     dtype: str
     environment: Environment
     tasks: dict[str, dict[str, TaskFigures]]  # Task -> `AS_IT_IS` or the control's name -> figures
+    by: dict[Dimension, dict[str, TaskFigures]] = Field(default={}, exclude_if=operator.not_)
+    """Dimension -> group -> figures of all tasks together, with the drafter as it is."""
 
 
 def evaluate(
     deployment: Deployment,
-    tasks: Mapping[str, Sequence[Prompt]],
+    tasks: Mapping[str, Sequence[LabelledPrompt]],
     *,
     max_tokens: int,
     temperature: float = 0.0,
     controls: bool | None = None,
     timed: int = 4,
+    by: Sequence[Dimension] = (),
 ) -> EvaluationReport:
     """Measures a deployment in the embedded engine, task by task.
 
@@ -157,16 +162,17 @@ def evaluate(
         deployment: whole; its width counts where it is given, else the whole block.
         controls: measure with spoilt features, too; None = where the width is fixed.
         timed: how many prompts of a task to time alone, with and without speculation in turns.
+        by: dimensions by which the steps of all tasks are grouped, too.
 
     Raises:
         UserError: it does not speculate, controls at `width: auto`, or the embedded engine refuses it.
     """
-    deployment = _measurable(deployment)
+    deployment = measurable(deployment)
     width = deployment.speculation.width
     if width == "auto" and controls:
         raise UserError("controls need a fixed width", where="--controls", do="give --width a number, or leave it out")
     if deployment.limits.max_model_len is None:
-        every = [prompt for prompts in tasks.values() for prompt in prompts]
+        every = [one.prompt for prompts in tasks.values() for one in prompts]
         room = context_needed(deployment.target, every, max_tokens)
         limits = deployment.limits.model_copy(update={"max_model_len": room})
         deployment = deployment.model_copy(update={"limits": limits})
@@ -174,6 +180,7 @@ def evaluate(
     assert deployment.drafter is not None and width != "off"  # noqa: PT018
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     evaluation = _Evaluation(engine, width, params)
+    found = {name: evaluation.task(name, prompts, controls is not False, timed) for name, prompts in tasks.items()}
     return EvaluationReport(
         target=deployment.target.model,
         drafter=deployment.drafter.model,
@@ -181,15 +188,20 @@ def evaluate(
         width=width,
         max_tokens=max_tokens,
         temperature=temperature,
-        chat_template_kwargs=template_variables(next(iter(tasks.values()))[0]),
+        chat_template_kwargs=template_variables(next(iter(tasks.values()))[0].prompt),
         dtype=engine.dtype,
         environment=environment(),
-        tasks={name: evaluation.task(name, prompts, controls is not False, timed) for name, prompts in tasks.items()},
+        tasks=found,
+        by={dimension: evaluation.groups(dimension) for dimension in by},
     )
 
 
-def _measurable(deployment: Deployment) -> Deployment:
-    # With a width and a batch size. An error where nothing is drafted.
+def measurable(deployment: Deployment) -> Deployment:
+    """The deployment with a width, the whole block by default, and a batch size.
+
+    Raises:
+        UserError: nothing is drafted.
+    """
     speculation, limits = deployment.speculation, deployment.limits
     if deployment.drafter is None:
         raise UserError("there is no drafter", where="evaluate", do="give --drafter")
@@ -209,14 +221,18 @@ class _Evaluation:
     engine: Engine
     width: int | Literal["auto"]
     params: SamplingParams
+    answered: list[tuple[LabelledPrompt, RequestOutput]] = field(default_factory=list)  # by the drafter as it is
 
-    def task(self, name: str, prompts: Sequence[Prompt], controls: bool, timed: int) -> dict[str, TaskFigures]:
+    def task(self, name: str, asked: Sequence[LabelledPrompt], controls: bool, timed: int) -> dict[str, TaskFigures]:
         """Measures a task as it is and under the controls; the first `timed` prompts are timed, too.
 
         Controls run at a fixed width only: with a spoilt drafter `auto` would hardly speculate.
         """
         engine = self.engine if self.width == "auto" else self.engine.fixed(self.width)
-        sound = self._figures(engine, name, prompts)
+        prompts = [one.prompt for one in asked]
+        outputs = answer_all(engine, prompts, self.params, name)
+        self.answered.extend(zip(asked, outputs, strict=True))
+        sound = self._figures([one.statistics for one in outputs])
         if timed:
             time_run(self.engine, prompts[0], self.params)  # warm-up
             ratio = compare_with_plain(self.engine, prompts[:timed], self.params).ratio
@@ -225,15 +241,21 @@ class _Evaluation:
         if self.width != "auto" and controls:
             for control in self.engine.controls:
                 spoilt = self.engine.fixed(self.width, fault=control)
-                rows[control] = self._figures(spoilt, f"{name}, {control}", prompts)
+                answers = answer_all(spoilt, prompts, self.params, f"{name}, {control}")
+                rows[control] = self._figures([one.statistics for one in answers])
         return rows
 
-    def _figures(self, engine: Engine, label: str, prompts: Sequence[Prompt]) -> TaskFigures:
-        whole = total(one.statistics for one in answer_all(engine, prompts, self.params, label))
+    def groups(self, by: Dimension) -> dict[str, TaskFigures]:
+        """Figures of all answers so far, by group."""
+        prompts, outputs = [one for one, _ in self.answered], [output for _, output in self.answered]
+        return {group: self._figures([*counts.values()]) for group, counts in grouped(prompts, outputs, by).items()}
+
+    def _figures(self, counts: Sequence[AcceptanceStatistics]) -> TaskFigures:
+        whole = total(counts)
         return TaskFigures(
-            prompts=len(prompts),
+            prompts=len(counts),
             steps=whole.steps,
             tokens=whole.tokens,
             acceptance_length=whole.acceptance_length,
-            survival=whole.survival(engine.block_size if self.width == "auto" else self.width),
+            survival=whole.survival(self.engine.block_size if self.width == "auto" else self.width),
         )

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from dflash_serve.answers.engine import Conversation, Prompt, template_variables
+from dflash_serve.answers.groups import LabelledPrompt, labelled
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
 from dflash_serve.common.documents import DATA, parse_json, read_text
@@ -106,6 +108,26 @@ def read_prompt_set(
     lines = _read_lines(path or BUNDLED, where=where, do="check the prompts' path")
     found = [(place, _prompt(entry, place, raw)) for place, entry in lines]
     return [with_variables(prompt, variables or {}, where=place) for place, prompt in found]
+
+
+def labelled_prompts(
+    path: Path, *, variables: Mapping[str, Any] | None = None, task: str, do: str = "check the prompts' path"
+) -> list[LabelledPrompt]:
+    """The prompt of every line with its `language` and `thinking`; a text becomes one user turn.
+
+    Args:
+        variables: of the target's chat template, for all lines.
+        task: name of those whose line has none.
+
+    Raises:
+        UserError: as `read_prompt_set` and `labelled`.
+    """
+    found = []
+    for place, entry in _read_lines(path, where=str(path), do=do):
+        prompt = _prompt(entry, place, raw=False)
+        assert isinstance(entry, dict)
+        found.append(labelled(prompt, entry, variables or {}, where=place, task=task))
+    return found
 
 
 def with_variables(prompt: Prompt, variables: Mapping[str, Any], *, where: str = "--raw") -> Prompt:
@@ -213,8 +235,8 @@ def _rows(repository: str, subset: str | None, split: str, where: str) -> list[d
         raise UserError(f"cannot be loaded ({first_line(error)})", where=where) from None
 
 
-def task_prompts(text: str) -> tuple[str, list[str]]:
-    """A `--task` option -> the task's name and prompts.
+def task_prompts(text: str, variables: Mapping[str, Any]) -> tuple[str, list[LabelledPrompt]]:
+    """A `--task` option -> the task's name and prompts, with the variables for the target's chat template.
 
     Args:
         text: `humaneval` (from its package), one of `TASKS`, NAME=FILE.jsonl, or NAME=hf:ORG/NAME,...
@@ -225,16 +247,23 @@ def task_prompts(text: str) -> tuple[str, list[str]]:
     name, _, source = text.partition("=")
     where = f"task {name}"
     if source and not source.startswith(HUB):
-        return name, jsonl_prompts(Path(source), do="check the prompts' path")
+        prompts = labelled_prompts(Path(source), variables=variables, task=name)
+        return name, [replace(prompt, task=name) for prompt in prompts]
     if not source and name == HUMAN_EVAL:
-        return name, human_eval_prompts(where)
+        return name, _asked(human_eval_prompts(where), name, variables)
     if not source and name not in TASKS:
         known = (HUMAN_EVAL, *TASKS)
         do = did_you_mean(name, known) or f"give NAME=FILE.jsonl, NAME={HUB_FORM}, or one of {', '.join(known)}"
         raise UserError(f"{text!r} is no task", where="--task", do=do)
     dataset, template = (source, "{}") if source else TASKS[name]
     repository, options = hub_options(dataset, where)
-    return name, [template.format(prompt) for prompt in hub_prompts(repository, where=where, **options)]
+    texts = [template.format(prompt) for prompt in hub_prompts(repository, where=where, **options)]
+    return name, _asked(texts, name, variables)
+
+
+def _asked(texts: Sequence[str], task: str, variables: Mapping[str, Any]) -> list[LabelledPrompt]:
+    turns = ([{"role": "user", "content": text}] for text in texts)
+    return [labelled(turn, {}, variables, where=f"task {task}", task=task) for turn in turns]
 
 
 def human_eval_prompts(where: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,15 @@ from rich.table import Table
 
 from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.answers import evaluation
-from dflash_serve.answers.engine import Prompt
-from dflash_serve.answers.evaluation import EvaluationReport, SpeedComparison, TimedRun, compare_with_plain, time_run
+from dflash_serve.answers.evaluation import (
+    EvaluationReport,
+    SpeedComparison,
+    TaskFigures,
+    TimedRun,
+    compare_with_plain,
+    time_run,
+)
+from dflash_serve.answers.groups import Dimension, LabelledPrompt
 from dflash_serve.answers.llm import LLM
 from dflash_serve.answers.prompts import task_prompts, template_kwargs, with_variables
 from dflash_serve.cli import options
@@ -26,7 +33,7 @@ from dflash_serve.common.files import require_file
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.reports import number, survival_text, write_json
 from dflash_serve.common.settings import describe
-from dflash_serve.errors import UserError
+from dflash_serve.errors import UserError, did_you_mean
 from dflash_serve.speculation.params import SamplingParams
 
 Compare = Annotated[bool, typer.Option("--compare", help="Measure the same prompt without speculation, side by side.")]
@@ -35,6 +42,8 @@ TASKS = "Task: gsm8k, math500, mbpp, mt-bench (from the hub), humaneval, or NAME
 Tasks = Annotated[list[str], typer.Option(help=TASKS)]
 SPOILT = "Measure with spoilt features, too. [default: yes, but not at --width auto]"
 Controls = Annotated[bool | None, typer.Option(help=SPOILT)]
+BY = "Acceptance by length (of the context), language, thinking (fields of the prompts' lines), with commas between."
+By = Annotated[str | None, typer.Option("--by", metavar="GROUPS", help=BY)]
 TIMED = "How many prompts of a task to time alone, with and without speculation in turns."
 Speed = Annotated[int, typer.Option(help=TIMED, min=0)]
 
@@ -140,6 +149,7 @@ def evaluate(
     temperature: options.Temperature = 0.0,
     max_batch_size: options.MaxBatchSize = None,
     chat_template_kwargs: options.TemplateKwargs = None,
+    by: By = None,
     controls: Controls = None,
     speed: Speed = 4,
     output: Annotated[Path | None, typer.Option(help=options.REPORT)] = None,
@@ -149,25 +159,55 @@ def evaluate(
     """Measure a drafter task by task: the bundled pair, that of a deployment, or a named one."""
     need("torch", "safetensors", "torch", "transformers")
     variables = template_kwargs(chat_template_kwargs)
-    tasks: dict[str, list[Prompt]] = {}
-    for name, texts in map(task_prompts, task):
+    dimensions = _dimensions(by)
+    tasks: dict[str, list[LabelledPrompt]] = {}
+    for name, prompts in (task_prompts(text, variables) for text in task):
         if name in tasks:
             raise UserError(f"two tasks are called {name!r}", where="--task", do="give each a name: NAME=FILE.jsonl")
-        tasks[name] = [with_variables([{"role": "user", "content": text}], variables) for text in texts[:num_prompts]]
+        tasks[name] = prompts[:num_prompts]
     if output is not None:
         require_file(output)
     flags = options.deployment_flags(context.params)
     described = described_pair(deployment, flags, embedded_backend(), quiet=quiet)
     with shown(quiet=quiet):
         report = evaluation.evaluate(
-            described, tasks, max_tokens=max_tokens, temperature=temperature, controls=controls, timed=speed
+            described,
+            tasks,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            controls=controls,
+            timed=speed,
+            by=dimensions,
         )
     if output is not None:
         write_json(output, report)
     if as_json:
         typer.echo(report.model_dump_json(indent=2))
     else:
-        Console(markup=False, emoji=False).print(_table(report))
+        console = Console(markup=False, emoji=False)
+        console.print(_table(report))
+        for dimension, groups in report.by.items():
+            console.print(_groups_table(dimension, groups))
+
+
+def _dimensions(by: str | None) -> list[Dimension]:
+    known = [one for one in Dimension if one is not Dimension.task]  # Tasks have a table of their own
+    found = list[Dimension]()
+    for name in by.split(",") if by is not None else ():
+        dimension = next((one for one in known if one == name.strip()), None)
+        if dimension is None:
+            do = did_you_mean(name.strip(), known) or f"give some of {', '.join(known)}"
+            raise UserError(f"{name.strip()!r} is no group", where="--by", do=do)
+        found.append(dimension)
+    return list(dict.fromkeys(found))
+
+
+def _groups_table(dimension: Dimension, groups: Mapping[str, TaskFigures]) -> Table:
+    table = Table("context tokens" if dimension is Dimension.length else dimension, "prompts", "steps", "τ", "survival")
+    for name, row in groups.items():
+        figures = (number(row.steps, 0), number(row.acceptance_length, 3), survival_text(row.survival))
+        table.add_row(name, str(row.prompts), *figures)
+    return table
 
 
 def _table(report: EvaluationReport) -> Table:

@@ -22,6 +22,7 @@ VERDICTS: Mapping[str, Mapping[int, str]] = {
     "generate": {1: "with --compare: the two answers differ"},
     "serve": {1: "the embedded engine's server broke, or was cut short; other engines have codes of their own"},
     "inspect": {1: "the drafter has problems"},
+    "adapt": {1: "do not swap", 3: "could not tell"},
     "verify": {1: "speculation changes answers", 3: "undecided"},
     "doctor": {1: "a fault was found", 3: "undecided"},
     "certify": {1: "refused; with --compare: worse", 3: "could not tell"},

@@ -33,6 +33,7 @@ MODULES = {
     "convert": f"{CLI}.drafters",
     "train": f"{CLI}.drafters",
     "evaluate": f"{CLI}.answers",
+    "adapt": f"{CLI}.adapt",
     "verify": f"{CLI}.verify",
     "doctor": f"{CLI}.doctor",
     "top": f"{CLI}.top",

@@ -12,7 +12,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_serve.adapter.registry import embedded_backend
-from dflash_serve.answers.engine import Conversation, Engine
-from dflash_serve.answers.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts
+from dflash_serve.answers.engine import Conversation, Engine, template_variables
+from dflash_serve.answers.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts, labelled_prompts
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
+from dflash_serve.common.documents import DATA, read_text
 from dflash_serve.common.files import write_whole
 from dflash_serve.common.progress import doing
 from dflash_serve.common.store import digest
@@ -33,7 +34,13 @@ from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.training.answers import AnswerRequest, AnswerServer, Completion, ask
 from dflash_serve.training.parallel import ALONE, Processes
-from dflash_serve.training.recipe import DatasetPrompts, FilePrompts, SynthesisedPrompts, TrainingRecipe
+from dflash_serve.training.recipe import (
+    ConversationPrompts,
+    DatasetPrompts,
+    FilePrompts,
+    SynthesisedPrompts,
+    TrainingRecipe,
+)
 from dflash_serve.training.shards import (
     COUNTS,
     DataManifest,
@@ -182,8 +189,12 @@ def gather_prompts(
 ) -> list[tuple[int, ...]]:
     """Token ids of all distinct prompts, shuffled by the seed; each source is kept in a file once it is whole."""
     texts: dict[str, None] = {}
+    chats: list[Conversation] = []
     for number, source in enumerate(recipe.data.prompts):
         path = folder / f"prompts-{number:02d}-{source.name}.jsonl"
+        if isinstance(source, ConversationPrompts):
+            chats += _conversations(source, recipe, path, excluded)
+            continue
         if not path.exists():
             if isinstance(source, SynthesisedPrompts):
                 seeds = (recipe.seed, number)
@@ -194,7 +205,8 @@ def gather_prompts(
         if path.stat().st_size:  # a target may make up nothing of use
             texts.update(dict.fromkeys(jsonl_prompts(path)))
     turns = ([{"role": "user", "content": text}] for text in texts if text not in excluded)
-    prompts = [tuple(engine.tokenize(Conversation(turn, recipe.target.chat_template_kwargs))) for turn in turns]
+    chats += [Conversation(turn, recipe.target.chat_template_kwargs) for turn in turns]
+    prompts = [tuple(engine.tokenize(chat)) for chat in chats]
     prompts = [prompt for prompt in prompts if len(prompt) <= recipe.data.answers.max_prompt_tokens]
     random.Random(recipe.seed).shuffle(prompts)  # noqa: S311 - no secret
     return prompts
@@ -209,6 +221,21 @@ def written_prompts(source: FilePrompts | DatasetPrompts) -> list[str]:
         texts = hub_prompts(source.dataset, subset=source.subset, split=source.split, column=column, where=where)
     chosen = [source.templates[i % len(source.templates)].replace("{prompt}", text) for i, text in enumerate(texts)]
     return list(dict.fromkeys(chosen))[: source.count]
+
+
+def _conversations(
+    source: ConversationPrompts, recipe: TrainingRecipe, path: Path, excluded: Excluded
+) -> list[Conversation]:
+    """The conversations of a source, kept in `path`, without those whose user turns are excluded."""
+    if not path.exists():
+        write_whole(path, read_text(source.path, DATA), private=True)
+    found, kwargs = list[Conversation](), recipe.target.chat_template_kwargs
+    for one in labelled_prompts(path, variables=kwargs, task=source.name)[: source.count]:
+        turns = [turn for turn in one.prompt if isinstance(turn, Mapping)]
+        said = "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
+        if turns and said not in excluded:
+            found.append(Conversation(turns, template_variables(one.prompt)))
+    return found
 
 
 def _synthesised(

@@ -73,7 +73,21 @@ class SynthesisedPrompts(Frozen):
     max_new_tokens: PositiveInt = 80
 
 
-Prompts = Annotated[FilePrompts | DatasetPrompts | SynthesisedPrompts, Field(discriminator="kind")]
+class ConversationPrompts(Frozen):
+    """Conversations from a JSONL file, each up to a user's turn: {"messages": [...]} a line.
+
+    A line may have variables of its own in `chat_template_kwargs`.
+    """
+
+    kind: Literal["conversations"]
+    name: str
+    path: Path
+    count: PositiveInt | None = None
+
+
+Prompts = Annotated[
+    FilePrompts | ConversationPrompts | DatasetPrompts | SynthesisedPrompts, Field(discriminator="kind")
+]
 
 
 class AnswersSection(Frozen):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_serve.answers import prompts
+from dflash_serve.answers.groups import LabelledPrompt
 from dflash_serve.answers.prompts import TASKS, hub_options, hub_prompts, jsonl_prompts, task_prompts
 from dflash_serve.deployment.description import Model
 from dflash_serve.errors import UserError
@@ -21,6 +23,13 @@ ROWS = [
     {"question": "How many?", "turns": ["First", "Second"], "messages": TALK},
     {"question": " How far? ", "turns": ["Third"], "messages": TALK[:1]},
 ]
+
+
+def text_of(asked: LabelledPrompt) -> str:
+    """The one user turn of a task's prompt."""
+    (turn,) = asked.prompt
+    assert isinstance(turn, Mapping)
+    return turn["content"]
 
 
 def test_a_context_has_room_for_prompts_and_answers_and_no_more_than_the_target_has() -> None:
@@ -80,17 +89,21 @@ def test_a_task_of_the_papers_table_is_asked_in_its_wording(monkeypatch: pytest.
         return ["1 + 1 = {?}"]
 
     monkeypatch.setattr(prompts, "hub_prompts", hub)
-    name, (prompt,) = task_prompts("gsm8k")
+    name, (labelled,) = task_prompts("gsm8k", {})
+    prompt = text_of(labelled)
     assert (name, asked) == ("gsm8k", [("openai/gsm8k", "main", "question")])
     assert prompt == "1 + 1 = {?}\nPlease reason step by step, and put your final answer within \\boxed{}."
     for known in TASKS:
-        assert task_prompts(known)[0] == known
+        assert task_prompts(known, {})[0] == known
 
 
 def test_a_task_of_ones_own_is_a_file_or_a_dataset(dataset: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n\n')
-    assert task_prompts(f"mine={tmp_path / 'mine.jsonl'}") == ("mine", ["Why?"])
-    assert task_prompts(f"hub=hf:{dataset},split=train,column=turns") == ("hub", ["First", "Third"])
+    mine, hub = f"mine={tmp_path / 'mine.jsonl'}", f"hub=hf:{dataset},split=train,column=turns"
+    for source, texts in ((mine, ["Why?"]), (hub, ["First", "Third"])):
+        name, prompts = task_prompts(source, {})
+        assert (name, [text_of(one) for one in prompts]) == (source.partition("=")[0], texts)
+        assert {one.task for one in prompts} == {name}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.support.paper_models import write_paper_drafter, write_paper_target
 
 GROUP: Any = typer.main.get_command(app)
 VERBS = sorted(GROUP.commands)
-OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "certify", "plan", "generate", "deploy")
+OF_A_PAIR = ("serve", "verify", "doctor", "evaluate", "bench", "certify", "plan", "generate", "deploy", "adapt")
 
 
 def invoke(*words: str) -> Any:

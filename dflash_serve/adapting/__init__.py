@@ -1,0 +1,1 @@
+"""A drafter fitted to one's own traffic: logs to prompts, training from the served drafter, and a gate."""
