@@ -118,8 +118,12 @@ def published(target: str, drafter: str) -> str:
     return ", ".join(f"{task_of(one)} {one.value:g}" for one in figures)
 
 
-def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAcceptance:
+def from_report(path: Path, task: str | None, block_size: int, context: int | None = None) -> ExpectedAcceptance:
     """Survival measured by `evaluate --output` or by `bench`; slots that were not measured survive as the last one did.
+
+    Args:
+        context: tokens before a step: where no task is named and the report has acceptance by length (`by.length`:
+            `4096-8191` -> figures), the range that has it, or the nearest one.
 
     Raises:
         UserError: it is no such report, has no such task, or tells no survival.
@@ -127,7 +131,11 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
     where = f"--survival {path}"
     report = read_json(path)
     try:
-        if "points" in report:
+        by_length = report.get("by", {}).get("length")
+        if by_length and task is None and context is not None:
+            nearest = min(by_length, key=lambda name: _distance(name, context))
+            survival, measured = by_length[nearest]["survival"], f"contexts of {nearest} tokens"
+        elif "points" in report:
             survival, measured = _of_bench(report["points"]), "bench"
         else:
             measured = _task_of(report["tasks"], task, where)
@@ -144,6 +152,11 @@ def from_report(path: Path, task: str | None, block_size: int) -> ExpectedAccept
     while len(known) < block_size - 1:
         known.append(known[-1] * conditional)
     return _expected(known, f"measured: {measured} of {path.name}")
+
+
+def _distance(lengths: str, context: int) -> int:
+    first, last = map(int, lengths.split("-"))
+    return max(first - context, context - last, 0)
 
 
 def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:

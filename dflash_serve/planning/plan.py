@@ -15,6 +15,7 @@ from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.pair import HALVES, both_halves
 from dflash_serve.errors import Problem, UserError
+from dflash_serve.planning.long_contexts import long_context
 from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
@@ -277,6 +278,8 @@ class Plan:
         yield from (f"{told}." for told in asked.pair.catalogued)
         if self.halves is not None and not _refuses_pairs(asked):
             yield self._as_pair(*self.halves)
+        if (long := long_context(asked)) is not None:
+            yield long
         if asked.pair.catalogued:
             yield f"{asked.backend}'s own checks were not made: `dflash-serve serve --dry-run` makes them."
         if asked.pair.assumed:

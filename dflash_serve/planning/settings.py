@@ -80,7 +80,7 @@ class PlanSettings(Frozen):
         if length is not None:
             return [from_length(length, block_size, "given by --acceptance-length")]
         if report is not None:
-            return [from_report(report, task, block_size)]
+            return [from_report(report, task, block_size, Load(self.isl, self.osl).context)]
         target, drafter = deployment.target.model, deployment.drafter.model if deployment.drafter else None
         if task is not None:
             return [of_task(task, target, drafter, block_size)]

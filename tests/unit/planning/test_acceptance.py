@@ -92,6 +92,25 @@ def test_survival_of_a_report_of_evaluate() -> None:
     assert len(from_report(path, "gsm8k", 16).survival) == 15, "slots that were not measured go on falling"
 
 
+@pytest.mark.parametrize(
+    ("context", "lengths", "first"), [(100, "0-127", 0.9), (5000, "4096-8191", 0.5), (65_000, "4096-8191", 0.5)]
+)
+def test_a_report_with_acceptance_by_length_gives_that_of_the_plan_s_contexts(
+    tmp_path: Path, context: int, lengths: str, first: float
+) -> None:
+    by = {"0-127": {"survival": [0.9, 0.8]}, "4096-8191": {"survival": [0.5, 0.2]}}
+    tasks = {name: {"as it is": {"survival": [0.7, 0.6]}} for name in ("gsm8k", "chat")}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"tasks": tasks, "by": {"length": by}}))
+    found = from_report(path, None, 3, context)
+    assert found.survival[0] == first
+    assert f"contexts of {lengths} tokens" in found.source
+    assert from_report(path, "chat", 3, context).survival[0] == 0.7, "the task that was asked for"
+    path.write_text(json.dumps({"tasks": tasks, "by": {"length": {"long": {"survival": [1]}}}}))
+    with pytest.raises(UserError, match="no report"):
+        from_report(path, None, 3, context)
+
+
 def test_survival_of_a_report_of_bench() -> None:
     found = from_report(MEASURED / "serving-vllm-2core" / "bench.json", None, 8)
     assert 1.5 < found.length(8) < 3
