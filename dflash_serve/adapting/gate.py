@@ -25,7 +25,7 @@ TRAFFIC, GENERAL = "held-out traffic", "general prompts"
 WHOLE = "all"
 
 
-class Verdict(StrEnum):
+class GateVerdict(StrEnum):
     """Answer of the gate."""
 
     swap = "swap"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
     unknown = "could not tell"
 
 
-EXIT_CODES = {Verdict.swap: 0, Verdict.keep: 1, Verdict.unknown: 3}
+EXIT_CODES = {GateVerdict.swap: 0, GateVerdict.keep: 1, GateVerdict.unknown: 3}
 
 
 class Change(Frozen):
@@ -89,7 +89,7 @@ def change(before: Sequence[AcceptanceStatistics], after: Sequence[AcceptanceSta
 
 def judge(
     traffic: Mapping[str, Mapping[str, Change]], general: Mapping[str, Mapping[str, Change]], allowed: float
-) -> tuple[Verdict, str]:
+) -> tuple[GateVerdict, str]:
     """The verdict and its reason in one line.
 
     Args:
@@ -107,16 +107,16 @@ def judge(
     if own.gain_95 is None or own.gain_95[0] <= 0 <= own.gain_95[1]:
         unsure = f"{_told(TRAFFIC, own)}: give more traffic, or train for longer"
     elif own.gain_95[1] < 0:
-        return Verdict.keep, f"{_told(TRAFFIC, own)}: it got worse"
+        return GateVerdict.keep, f"{_told(TRAFFIC, own)}: it got worse"
     if other.gain_95 and other.gain_95[1] < -_loss(other, allowed):
-        return Verdict.keep, f"{_told(GENERAL, other)}: it lost more than {allowed:.0%}"
+        return GateVerdict.keep, f"{_told(GENERAL, other)}: it lost more than {allowed:.0%}"
     if worse:
-        return Verdict.keep, f"{worse[0]}: this group lost more than {allowed:.0%}"
+        return GateVerdict.keep, f"{worse[0]}: this group lost more than {allowed:.0%}"
     if unsure is None and (other.gain_95 is None or other.gain_95[0] < -_loss(other, allowed)):
         unsure = f"{_told(GENERAL, other)}: a loss of more than {allowed:.0%} is not excluded; give more --general"
     if unsure is not None:
-        return Verdict.unknown, unsure
-    return Verdict.swap, f"{_told(TRAFFIC, own)}; {_told(GENERAL, other)}"
+        return GateVerdict.unknown, unsure
+    return GateVerdict.swap, f"{_told(TRAFFIC, own)}; {_told(GENERAL, other)}"
 
 
 def _loss(one: Change, allowed: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_serve.adapter.registry import embedded_backend
-from dflash_serve.adapting.gate import Answered, Change, Verdict, judge
+from dflash_serve.adapting.gate import Answered, Change, GateVerdict, judge
 from dflash_serve.adapting.traffic import LoggedRequest, Traffic, lines_of, read_traffic, split
 from dflash_serve.answers.chat_template import encode_text, render_messages
 from dflash_serve.answers.engine import RequestOutput, template_variables
@@ -31,6 +31,7 @@ from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.models.drafter import read_hot_tokens, takes_hot_tokens, write_hot_tokens
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.training.data import read_excluded
 from dflash_serve.training.recipe import TrainingRecipe, TrainingSection
 from dflash_serve.training.run import DRAFTER, check_recipe, choose_device
 from dflash_serve.training.run import run as run_training
@@ -61,7 +62,7 @@ class PromptsUsed(Frozen):
 class AdaptReport(Frozen):
     """Result of an adaptation. Prompts and answers are named by hash and never quoted."""
 
-    verdict: Verdict
+    verdict: GateVerdict
     reason: str
     target: str
     served: str
@@ -112,6 +113,7 @@ def prepare(deployment: Deployment, paths: Sequence[Path], output: Path, setting
     sides = dict(zip((TRAINING, HELD_OUT), split(usable, settings.held_out), strict=True))
     width = deployment.speculation.width if isinstance(deployment.speculation.width, int) else config.block_size
     recipe = _recipe(deployment, served, output, settings, room)
+    read_excluded(recipe.data.exclude)  # Its errors, before anything is written
     check_recipe(recipe, target_folder(deployment.target.model, deployment.target.revision))
     changes = {
         "limits": deployment.limits.model_copy(update={"max_model_len": room}),
@@ -128,8 +130,9 @@ def adapt(prepared: Prepared, output: Path, settings: AdaptSettings, *, resume: 
     Raises:
         UserError: the folder has something else in it, or the run cannot be made.
     """
+    place = choose_device(device)
     _claim(output, prepared, resume=resume)
-    if not run_training(prepared.recipe, output, device=choose_device(device), resume=resume, quiet=quiet):
+    if not run_training(prepared.recipe, output, device=place, resume=resume, quiet=quiet):
         return False
     drafter = output / DRAFTER
     _keep_hot_tokens(prepared, output)

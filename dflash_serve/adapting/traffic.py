@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_serve.answers.groups import labelled
 from dflash_serve.common.documents import DATA, parse_json, read_text
 from dflash_serve.common.files import sha256
 from dflash_serve.errors import UserError
@@ -58,8 +59,10 @@ def read_traffic(paths: Sequence[Path]) -> Traffic:
     """
     traffic, seen = Traffic(), set[str]()
     for path in paths:
-        checksum = sha256(path) if path.is_file() else ""
-        if checksum and checksum in traffic.files.values():
+        if not path.is_file():
+            raise UserError("no such file", where=f"--traffic {path}", do="check the path")
+        checksum = sha256(path)
+        if checksum in traffic.files.values():
             raise UserError("its contents are given twice", where=f"--traffic {path}", do="give each log once")
         lines = read_text(path, DATA, do="check the path").split("\n")  # not splitlines: a text may hold U+2028
         traffic.files[path.name if path.name not in traffic.files else str(path)] = checksum
@@ -143,6 +146,7 @@ def _request(entry: object, where: str) -> LoggedRequest | str:
         return "no user turn"
     labels = {key: value for key in LABELS if (value := body.get(key, entry.get(key))) is not None}
     until = next(index for index, turn in enumerate(turns) if turn["role"] == "user") + 1
+    labelled(turns, labels, {}, where=where)
     names = [f"opening {json.dumps(turns[:until])}"]
     own = body.get("conversation", entry.get("conversation"))
     if isinstance(own, str | int):

@@ -24,6 +24,7 @@ GENERAL = "Prompts of other kinds, JSONL, on which it must not lose much. [defau
 
 
 def adapt(
+    context: typer.Context,
     traffic: Annotated[list[Path], typer.Option(help=LOGS)],
     output: Annotated[Path, typer.Option(help="Folder for prompts, answers, the drafter and the report.")],
     deployment: options.DeploymentFile = None,
@@ -31,6 +32,7 @@ def adapt(
     drafter: options.Drafter = None,
     general: Annotated[Path | None, typer.Option(help=GENERAL)] = None,
     minutes: Annotated[float, typer.Option(help="Time to train, without answers and measuring.", min=0.01)] = 60.0,
+    steps: Annotated[int | None, typer.Option(help="Steps to train, instead of --minutes.", min=1)] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. [default: as in `train`]", min=1e-8, max=1)] = None,
     max_tokens: Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)] = 256,
     held_out: Annotated[float, typer.Option(help="Share of conversations held out.", min=0.01, max=0.9)] = 0.2,
@@ -50,7 +52,10 @@ def adapt(
 
     given = {"target": target, "drafter": drafter}
     described = described_pair(deployment, options.deployment_flags(given), embedded_backend(), quiet=quiet)
-    training = TrainingSection.model_validate({"minutes": minutes, **({"lr": lr} if lr is not None else {})})
+    if steps is not None:
+        options.refuse_ignored(context, ("minutes",), "--steps says how long to train")
+    budget = {"minutes": minutes} if steps is None else {"steps": steps}
+    training = TrainingSection.model_validate({**budget, **({"lr": lr} if lr is not None else {})})
     settings = run.AdaptSettings(
         training=training, max_tokens=max_tokens, held_out=held_out, allowed_loss=allowed_loss, general=general
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_serve.adapter.registry import embedded_backend
-from dflash_serve.answers.engine import Conversation, Engine, template_variables
+from dflash_serve.answers.engine import Conversation, Engine, Prompt, template_variables
 from dflash_serve.answers.prompts import HUMAN_EVAL, hub_prompts, human_eval_prompts, jsonl_prompts, labelled_prompts
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.checkpoint.target_config import read_target_config
@@ -86,14 +86,29 @@ class Excluded:
 
 
 def read_excluded(sources: Sequence[str]) -> Excluded:
-    """Reads the excluded prompts: JSONL files of {"prompt": text}, or `humaneval` for that package's.
+    """Reads the excluded prompts: JSONL files of {"prompt": text} or {"messages": [...]}, or `humaneval`'s package.
+
+    Of a conversation, all user turns together are one prompt.
 
     Raises:
         UserError: a file cannot be read, or the package is not installed.
     """
     where = "data.exclude"
-    found = [human_eval_prompts(where) if name == HUMAN_EVAL else jsonl_prompts(Path(name)) for name in sources]
+    found = [human_eval_prompts(where) if name == HUMAN_EVAL else _file_texts(Path(name)) for name in sources]
     return Excluded(prompt for prompts in found for prompt in prompts)
+
+
+def _file_texts(path: Path) -> list[str]:
+    found = [said_by_user(one.prompt) for one in labelled_prompts(path, task=path.stem, do="check the path")]
+    if "" in found:
+        raise UserError("token ids have no words to look for", where=str(path), do="give prompts as text")
+    return found
+
+
+def said_by_user(prompt: Prompt) -> str:
+    """All user turns of a conversation, a line each; empty where the prompt is none."""
+    turns = [turn for turn in prompt if isinstance(turn, Mapping)]
+    return "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
 
 
 def _words(text: str) -> list[str]:
@@ -232,8 +247,7 @@ def _conversations(
     found, kwargs = list[Conversation](), recipe.target.chat_template_kwargs
     for one in labelled_prompts(path, variables=kwargs, task=source.name)[: source.count]:
         turns = [turn for turn in one.prompt if isinstance(turn, Mapping)]
-        said = "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
-        if turns and said not in excluded:
+        if turns and said_by_user(turns) not in excluded:
             found.append(Conversation(turns, template_variables(one.prompt)))
     return found
 

@@ -27,6 +27,7 @@ ROWS = [
 
 def text_of(asked: LabelledPrompt) -> str:
     """The one user turn of a task's prompt."""
+    assert not isinstance(asked.prompt, str)
     (turn,) = asked.prompt
     assert isinstance(turn, Mapping)
     return turn["content"]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from dflash_serve.adapting.gate import Change, Verdict, judge
+from dflash_serve.adapting.gate import Change, GateVerdict, judge
 from dflash_serve.adapting.run import compare
 from dflash_serve.adapting.traffic import read_traffic, split
-from dflash_serve.answers.prompts import labelled_prompts
+from dflash_serve.answers.prompts import BUNDLED, labelled_prompts
 from dflash_serve.common.files import sha256
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.training.data import read_excluded, said_by_user
 from tests.support.command_line import call
+from tests.support.tiny import edit_json
 
 SECRET = "sk-a-key-that-no-file-of-ours-may-hold"
 
@@ -94,20 +97,20 @@ UNKNOWN = Change(prompts=1, steps=3, before=2, after=2, gain_95=None)
 @pytest.mark.parametrize(
     ("traffic", "general", "groups", "verdict", "said"),
     [
-        (BETTER, SAME, {}, Verdict.swap, "τ 2.000 to 2.500"),
-        (WORSE, SAME, {}, Verdict.keep, "got worse"),
-        (BETTER, WORSE, {}, Verdict.keep, "general prompts"),
-        (WIDE, WORSE, {}, Verdict.keep, "general prompts"),
-        (BETTER, SAME, {"language": {"de": WORSE}}, Verdict.keep, "language de"),
-        (BETTER, SAME, {"language": {"de": WIDE, "fr": UNKNOWN}}, Verdict.swap, ""),
-        (BETTER, WIDE, {}, Verdict.unknown, "--general"),
-        (BETTER, UNKNOWN, {}, Verdict.unknown, "--general"),
-        (WIDE, SAME, {}, Verdict.unknown, "more traffic"),
-        (UNKNOWN, SAME, {}, Verdict.unknown, "more traffic"),
+        (BETTER, SAME, {}, GateVerdict.swap, "τ 2.000 to 2.500"),
+        (WORSE, SAME, {}, GateVerdict.keep, "got worse"),
+        (BETTER, WORSE, {}, GateVerdict.keep, "general prompts"),
+        (WIDE, WORSE, {}, GateVerdict.keep, "general prompts"),
+        (BETTER, SAME, {"language": {"de": WORSE}}, GateVerdict.keep, "language de"),
+        (BETTER, SAME, {"language": {"de": WIDE, "fr": UNKNOWN}}, GateVerdict.swap, ""),
+        (BETTER, WIDE, {}, GateVerdict.unknown, "--general"),
+        (BETTER, UNKNOWN, {}, GateVerdict.unknown, "--general"),
+        (WIDE, SAME, {}, GateVerdict.unknown, "more traffic"),
+        (UNKNOWN, SAME, {}, GateVerdict.unknown, "more traffic"),
     ],
 )
 def test_the_gate(
-    traffic: Change, general: Change, groups: Mapping[str, Mapping[str, Change]], verdict: Verdict, said: str
+    traffic: Change, general: Change, groups: Mapping[str, Mapping[str, Change]], verdict: GateVerdict, said: str
 ) -> None:
     found, reason = judge({"all": {"all": traffic}, **groups}, {"all": {"all": general}}, allowed=0.05)
     assert found is verdict
@@ -152,4 +155,51 @@ def test_a_drafter_learns_from_a_log_and_the_gate_refuses_the_way_back(
     )
     sets = [labelled_prompts(path, task="x") for path in (output / "traffic" / "held-out.jsonl", general)]
     on_traffic, on_general = (answered.changes() for answered in compare(back, pair[1], sets, 24))
-    assert judge(on_traffic, on_general, 0.05)[0] is Verdict.keep
+    assert judge(on_traffic, on_general, 0.05)[0] is GateVerdict.keep
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--traffic", "{missing}"), "no such file"),
+        (("--traffic", "{traffic}"), "given twice"),
+        (("--general", "{ids}"), "token ids"),
+        (("--traffic", "{labels}"), "labels.jsonl:1: language is no text"),
+        (("--device", "tpu"), "no device"),
+        (("--drafter", "{other}"), "drafter.init"),
+        (("--max-tokens", 250), "0 conversations are too few"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_line_and_nothing_is_written(
+    given: tuple[object, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(pair[1], other := tmp_path / "other")
+    edit_json(other / "config.json", {"rms_norm_eps": 0.5})
+    files = {
+        "traffic": write(tmp_path / "log.jsonl", [chat(f"the fox {n}") for n in range(6)]),
+        "ids": write(tmp_path / "ids.jsonl", [{"token_ids": [5, 6]}]),
+        "labels": write(tmp_path / "labels.jsonl", [chat("the fox", language=3)]),
+        "missing": tmp_path / "missing.jsonl",
+        "other": other,
+    }
+    output = tmp_path / "out"
+    words = [str(word).format(**files) for word in given]
+    fixed = ("--traffic", files["traffic"], "--output", output, "--target", pair[0], "--drafter", pair[1])
+    assert call(monkeypatch, "adapt", *fixed, "--max-tokens", 24, *words) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.strip().splitlines()) == 1
+    assert not output.exists()
+
+
+def test_the_bundled_general_prompts_can_be_kept_out_of_training() -> None:
+    """One of them is a conversation of several turns."""
+    excluded = read_excluded([str(BUNDLED)])
+    for prompt in labelled_prompts(BUNDLED, task="general"):
+        assert said_by_user(prompt.prompt) in excluded
+    assert "the quick brown fox" not in excluded
