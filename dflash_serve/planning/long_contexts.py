@@ -29,7 +29,7 @@ def long_context(question: PlanQuestion) -> str | None:
     at = ", ".join(f"{kv(length)} at {name}" for name, length in LENGTHS.items())
     told = (
         f"A request of {tokens:,} tokens has {kv(tokens)} GiB of the drafter's K/V beside {beside:.2f} of the target's "
-        f"({at}): windows bound what is read, not what is kept"
+        f"({at}), all counted as kept, whatever windows read"
     )
     windows = [kind.window for kind in pair.drafter.layers]
     given = question.deployment.speculation.draft_window
