@@ -35,6 +35,7 @@ LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
 
+HICACHE, LMCACHE = "enable-hierarchical-cache", "enable-lmcache"  # SGLang's flags: K/V kept outside the GPUs
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
@@ -132,6 +133,11 @@ class SGLangLaunch(SGLangSettings):
                 f"SGLang keeps host memory for the K/V of requests that it retracts{copy}, and ends at start unless "
                 f"{HOST_RESERVE / GIB:.0f} GiB stay free beside it; with engine_args.sglang.{BACKUP}: cpu_tensor it "
                 "keeps none, and retracted requests draft without their context"
+            )
+        if self.drafter is not None and LMCACHE in self.in_effect:
+            yield (
+                "SGLang gives LMCache the target's K/V alone (read, not run; sglang#21125 mended HiCache alone): after "
+                f"a prompt that {LMCACHE} loads, acceptance may fall; with {HICACHE} the drafter's K/V are kept, too"
             )
         deltas = self.target.recurrent and self.target.shape.model_type.startswith("qwen3")
         if self.block_size is not None and deltas and REPLAY not in self.in_effect:

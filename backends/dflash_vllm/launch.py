@@ -11,12 +11,14 @@ from pathlib import Path
 from dflash_serve.adapter.launch import DRAFT, LOGGING, SECRETS, DraftForm
 from dflash_serve.adapter.protocol import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem
 
 from .checks import captures, problems
 from .drafter_rules import dialect_of, method_of
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import GUESSED_COSTS, REAL_OFF, RELEASES
+from .kv_groups import groupings
 from .settings import VLLMSettings, every_width
 
 SCHEDULER = "--scheduler-cls"
@@ -25,6 +27,8 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """Half of a pair -> vLLM's `kv_role`; `kv_both` is deprecated there (nixl/connector.py)."""
 NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # vLLM's own: the address at which a half is asked for its K/V
 KEYS_MIDDLEWARE = "dflash_vllm.plugin.keys.EveryRoute"  # vLLM's own check of keys covers a part of its routes
+KEEPS_OUTSIDE = {"kv-offloading-size", "kv-transfer-config"}
+"""Arguments with which vLLM keeps K/V in host memory or on other machines (OffloadingConnector, LMCache)."""
 Flag = tuple[str, ...]  # `--name` and its value, or `--name` alone
 
 
@@ -91,6 +95,24 @@ class VLLMLaunch(VLLMSettings):
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in self.widths and not self.on_cpu and (release is None or release < REAL_OFF):
             yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"
+        yield from self._cache_notes()
+
+    def _cache_notes(self) -> Iterator[str]:
+        """Costs of the drafter's K/V beside the target's, and beside K/V that are kept outside the GPUs."""
+        counted = groupings(self)
+        if counted is not None and counted[1].groups > counted[0].groups:
+            alone, both = counted
+            sizes = f"{both.request_bytes / GIB:.1f} GiB of a GPU, {alone.request_bytes / GIB:.1f} without the drafter"
+            yield (
+                f"vLLM makes {both.groups} K/V groups of target and drafter, {alone.groups} of the target alone, and "
+                "prepares the attention of each one in every step (vllm#49730); a request of the longest length takes "
+                f"about {sizes}"
+            )
+        if KEEPS_OUTSIDE & {*self.in_effect} and not self.is_half:
+            yield (
+                "K/V that are kept outside the GPUs may stay unused: where the drafter's are missing, vLLM also "
+                "computes the target's again (vllm#47890); vllm:external_prefix_cache_hits_total should rise"
+            )
 
     def _half_notes(self) -> Iterator[str]:
         yield "no pair of vLLM was run with a drafter: compare its acceptance with that of a whole server"

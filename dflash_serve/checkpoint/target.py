@@ -152,6 +152,7 @@ class TargetLayout:
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
     dtype: str | None = None  # number format of what is not quantised (`float16`); None = not in config.json
     state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
+    state_layers: int = 0  # layers that keep it
 
     def kv_bytes(self, bytes_each: float, tokens: int = 1) -> int:
         """Bytes of one sequence's keys and values, in all heads of the layers that have them, each up to its window."""
@@ -206,6 +207,7 @@ def target_layout(target: TargetFiles, model: Model) -> TargetLayout:
         penalises=any(target.generation.get(key, neutral) not in (neutral, None) for key, neutral in PENALTIES.items()),
         kv_layers=tuple(_compressed_layers(keys) if compressed else _kv_layers(keys)),
         state_bytes=_state_bytes(keys),
+        state_layers=_state_layers(keys),
         quantized_kv=compressed or recipe.quantises_kv,
         dtype=_dtype(keys.fields) or _dtype(target.raw),
     )
@@ -277,7 +279,11 @@ def _state_bytes(model: ModelKeys) -> int:
     if isinstance(model.get("attn_type_list"), list):  # MiniMax
         numbers.append(model.size("num_attention_heads") * _head_dim(model) ** 2)
     each = 2 if model.get("mamba_ssm_dtype") in ("bfloat16", "float16") else 4
-    return max(numbers) * each * sum(_without_kv(kind) == STATE for kind in model.layer_kinds)
+    return max(numbers) * each * _state_layers(model)
+
+
+def _state_layers(model: ModelKeys) -> int:
+    return sum(_without_kv(kind) == STATE for kind in model.layer_kinds)
 
 
 # Weights.

@@ -29,6 +29,7 @@ from dflash_vllm import facts as vllm
 from dflash_vllm.checks import CAPTURING as VLLM_CAPTURING
 from dflash_vllm.drafter_rules import CACHE_ONLY, RAISES_TABLES
 from dflash_vllm.facts import REAL_OFF
+from dflash_vllm.kv_groups import Layer, group_layers
 from tests.support.upstream import UPSTREAM, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +218,31 @@ def drafts_without_the_prompt(_: Patch) -> bool:
     return "decode_only_spec_dec" in Path(found.origin).with_name("conn.py").read_text(encoding="utf-8")
 
 
+def kept_drafts(patch: Patch, **kept: bool) -> bool:
+    """The drafter's K/V pool is among those that SGLang gives to its cache outside the GPUs."""
+    workers = import_module("sglang.srt.speculative.base_spec_worker")
+    off = {"enable_hierarchical_cache": False, "enable_lmcache": False, "enable_unified_cache_external_linker": False}
+    patch.setattr(workers, "get_memory", lambda: Stub(**{**off, **kept}))
+    patch.setattr(workers, "get_disagg", lambda: Stub(disaggregation_decode_retraction_backup=None))
+    dflash = import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm.from_string("DFLASH")
+    pool = object()
+    worker = Stub(
+        target_worker=Stub(model_runner=Stub(spec_algorithm=dflash)),
+        draft_worker=Stub(model_runner=Stub(token_to_kv_pool=pool)),
+    )
+    worker._draft_model_runners = partial(workers.BaseSpecWorker._draft_model_runners, worker)
+    return pool in workers.BaseSpecWorker._build_hicache_draft_plan(worker).device_pools
+
+
+def no_drafts_in_lmcache(patch: Patch) -> bool:
+    found = find_spec("sglang.srt.mem_cache.storage")
+    assert found is not None
+    assert found.origin is not None
+    files = list((Path(found.origin).parent / "lmcache").glob("*.py"))
+    alone = not kept_drafts(patch, enable_lmcache=True)
+    return bool(files) and alone and not any("draft" in file.read_text(encoding="utf-8") for file in files)
+
+
 OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "DFlash2 and DSpark fail with Gemma 4, whose head is its embedding": tied_gemma,
     "a plain drafter fails with an NVFP4 head on several devices": nvfp4_on_two_devices,
@@ -237,6 +263,10 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
     "features come in the order of the target's layers, each once, whatever `target_layer_ids` says": layers_in_order,
     "the halves of a pair answer no request with `n` above 1": one_room_for_all,
     "a decode half drafts without the prompt beside a prefill half without the drafter": drafts_without_the_prompt,
+    "HiCache brings back the target's K/V without the drafter's": (
+        lambda patch: not kept_drafts(patch, enable_hierarchical_cache=True)
+    ),
+    "LMCache is given the target's K/V without the drafter's": no_drafts_in_lmcache,
 }
 
 
@@ -326,6 +356,27 @@ def adaptive_for_dspark_alone(_: Patch) -> bool:
     return "self.acceptance_estimator = OnlineAcceptanceEstimator(" not in every
 
 
+def offloads_on_gpus_alone(_: Patch) -> bool:
+    spec = import_module("vllm.v1.kv_offload.cpu.spec").CPUOffloadingSpec
+    try:
+        spec.get_worker(Stub(_worker=None, create_worker=lambda _: None), Stub())
+    except Exception as error:  # the class that vLLM raises
+        return "only supported on CUDA" in str(error)
+    return False
+
+
+QWEN35_27B = [Layer(4, 256)] * 16 + [Layer(0, 0, state=48 * 128 * 128 * 4)] * 48
+
+
+def counted(layers: list[Layer]) -> int:
+    return group_layers(layers, tokens=32768, step_tokens=8192, drafted=15, reuse=True).groups
+
+
+def groups_of_one_layer(_: Patch) -> bool:
+    drafter = [Layer(8, 128, window=2048)] * 5 + [Layer(8, 128)]
+    return counted(QWEN35_27B + drafter) == 70 and counted(QWEN35_27B) == 4
+
+
 OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "a Gemma target's rows reach plain and DSpark drafters unscaled": unscaled_rows,
     "a drafter's RoPE table stays shorter than the context": short_table,
@@ -342,6 +393,8 @@ OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "fused layers of a quantised drafter get no scheme": reported("vllm-packed-modules"),
     "every K/V group drops the last block of a reused prefix": drops_last_block,
     "a miss of the drafter's K/V vetoes an external hit": reported("vllm-external-hits"),
+    "the offloading connector runs on no CPU": offloads_on_gpus_alone,
+    "a drafter with one layer of a kind makes K/V groups of one layer": groups_of_one_layer,
     "drafted tokens that vLLM trims count as drafted": reported("vllm-trimmed-slots"),
     "`min_p` and `logit_bias` are refused with speculation": refused_parameters,
     "adaptive verification takes DSpark alone": adaptive_for_dspark_alone,
@@ -388,6 +441,29 @@ def test_a_fault_was_mended_in_the_release_that_the_adapter_names(
     installed = vllm.RELEASES.numbers(version("vllm"))
     assert installed is not None
     assert probe(monkeypatch) is (installed < since)
+
+
+GPT_OSS_20B = [Layer(8, 64, window=128), Layer(8, 64)] * 12
+QWEN35_35B_A3B = [Layer(2, 256)] * 10 + [Layer(0, 0, state=32 * 128 * 128 * 4)] * 30
+QWEN3_8B = [Layer(8, 128)] * 36
+MIXED = [Layer(4, 128, window=4096)] * 5 + [Layer(4, 128)]
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "groups", "with_drafter"),
+    [
+        (QWEN35_35B_A3B, MIXED, 4, 46),  # vllm#51742
+        (GPT_OSS_20B, [Layer(4, 128)] * 8, 2, 5),  # groups of 8: two of each of the target's kinds, which are padded
+        (GPT_OSS_20B, [Layer(8, 64)], 2, 2),  # 12 and 13 layers: vLLM pads groups of 13
+        (QWEN3_8B, [Layer(8, 128)] * 5, 1, 1),
+        (QWEN3_8B, [Layer(4, 128)] * 5, 1, 1),
+    ],
+)
+def test_vllms_own_code_counts_the_kv_groups(
+    target: list[Layer], drafter: list[Layer], groups: int, with_drafter: int
+) -> None:
+    pytest.importorskip("vllm")
+    assert (counted(target), counted(target + drafter)) == (groups, with_drafter)
 
 
 NO_TARGET = re.compile("NextN|MTP|Eagle|Assistant|Bidirectional")  # drafters and embedding models

@@ -59,6 +59,15 @@ def devices(count: int, gpu: str = "b200", **parallel: Any) -> dict[str, Any]:
     return {"parallel": parallel, "hardware": {"gpu": gpu, "count": count}}
 
 
+def test_lmcache_beside_a_drafter_is_said_to_keep_the_targets_kv_alone(fields: dict[str, Any]) -> None:
+    def told(*flags: str, **more: Any) -> bool:
+        return "sglang#21125" in " ".join(BACKEND.launch(deployed(fields, **given(*flags), **more)).notes)
+
+    assert told("enable-lmcache")
+    assert not told("enable-hierarchical-cache")
+    assert not told("enable-lmcache", speculation={"width": "off"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

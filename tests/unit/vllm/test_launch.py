@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL, given_survival
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.costs import CostModel
-from dflash_vllm import VLLMBackend
+from dflash_vllm import VLLMBackend, kv_groups
 from dflash_vllm.checks import PLUG_INS_VARIABLE, RUST_VARIABLE
 from dflash_vllm.drafter_rules import V1_VARIABLE
 from dflash_vllm.engine_arguments import _parser
@@ -107,6 +108,60 @@ def test_a_half_says_what_only_its_operator_can_do(fields: dict[str, Any], monke
     assert variable not in " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
 
 
+def notes(fields: dict[str, Any], **more: Any) -> str:
+    return " ".join(VLLMBackend().launch(deployed(fields, **more)).notes)
+
+
+@pytest.mark.parametrize("name", ["kv-offloading-size", "kv_offloading_size", "kv-transfer-config"])
+def test_kv_outside_the_gpus_is_said_to_stay_unused_where_the_drafters_are_missing(
+    name: str, fields: dict[str, Any]
+) -> None:
+    value = 4 if "size" in name else '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+    assert "vllm#47890" in notes(fields, engine_args__vllm={name: value})
+    assert "vllm#47890" not in notes(fields)
+    assert "vllm#47890" not in notes(fields, speculation__width="off", engine_args__vllm={name: value})
+
+
+def hybrid(folder: Path) -> dict[str, Any]:
+    """A target with recurrent layers, and a drafter with one full layer and sliding ones."""
+    target = write_paper_target(
+        folder / "hybrid",
+        layer_types=["linear_attention", "full_attention"] * 4,
+        linear_num_value_heads=4,
+        linear_value_head_dim=16,
+        linear_key_head_dim=16,
+    )
+    drafter = write_paper_drafter(folder / "mixed", layers=(SLIDING, FULL))
+    return {"target": {"model": str(target)}, "drafter": {"model": str(drafter)}}
+
+
+def test_the_installed_vllm_is_asked_for_the_kv_groups_of_the_models_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[kv_groups.Layer]] = []
+
+    def group(layers: list[kv_groups.Layer], **_: object) -> kv_groups.Grouping:
+        asked.append(layers)
+        return kv_groups.Grouping(len(layers), len(layers) << 30)
+
+    monkeypatch.setattr(kv_groups, "group_layers", group)
+    monkeypatch.setattr(kv_groups, "RELEASES", SimpleNamespace(**RELEASED))
+    told = notes(hybrid(tmp_path))
+    alone, both = asked
+    assert [sum(bool(layer.state) for layer in alone), len(alone), len(both)] == [4, 8, 10]
+    assert [layer.window for layer in both[8:]] == [SLIDING.window, None]
+    assert {layer.state for layer in alone} == {0, 4 * 16 * 16 * 4}
+    assert "10 K/V groups of target and drafter, 8 of the target alone" in told
+    assert "10.0 GiB of a GPU, 8.0 without the drafter" in told
+
+
+def test_nothing_is_said_of_kv_groups_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {**RELEASED, "installed": lambda: None, "supports": lambda _: False}
+    monkeypatch.setattr(kv_groups, "RELEASES", SimpleNamespace(**absent))
+    assert "K/V groups" not in notes(hybrid(tmp_path))
+
+
+RELEASED = {"installed": lambda: "0.32.0", "supports": lambda _: True, "import_problem": lambda: None}
 SILENT: dict[str, tuple[dict[str, object], str]] = {
     "mask token beyond the vocabulary": ({"dflash_config.mask_token_id": 96}, "mask_token_id 96 is outside"),
     "layer beyond the target": ({"dflash_config.target_layer_ids": [1, 3, 9], "num_target_layers": None}, "name [9]"),
