@@ -85,9 +85,9 @@ def _tell(prepared: Prepared, *, as_json: bool) -> None:
         typer.echo(f"left out: {count} ({reason})")
     typer.echo(f"general prompts: {len(prepared.general)}")
     typer.echo(f"begins with: {prepared.served}")
-    typer.echo(
-        f"training: {prepared.recipe.training.minutes:g} minutes, then both drafters answer all held-out prompts"
-    )
+    steps, minutes = prepared.recipe.training.steps, prepared.recipe.training.minutes
+    budget = f"{steps} steps" if minutes is None else f"{minutes:g} minutes"
+    typer.echo(f"training: {budget}, then both drafters answer the held-out and the general prompts")
 
 
 def _print(report: AdaptReport, output: Path, *, quiet: bool) -> None:

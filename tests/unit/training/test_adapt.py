@@ -125,10 +125,12 @@ def test_a_drafter_learns_from_a_log_and_the_gate_refuses_the_way_back(
     general = write(tmp_path / "general.jsonl", [{"prompt": f"the lazy dog {n}"} for n in range(10)])
     output, served = tmp_path / "out", sha256(pair[1] / "model.safetensors")
     given = ("--traffic", traffic, "--output", output, "--target", pair[0], "--drafter", pair[1], "--general", general)
-    asked = (*given, "--minutes", 0.2, "--max-tokens", 24, "--device", "cpu")
+    asked = (*given, "--steps", 60, "--max-tokens", 24, "--device", "cpu")
     assert call(monkeypatch, "adapt", *asked, "--dry-run") == 0
     assert not output.exists()
-    assert "24 to train on, 6 held out" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "24 to train on, 6 held out" in told
+    assert "training: 60 steps" in told
     code = call(monkeypatch, "adapt", *asked, "--json")
     report = json.loads(capfd.readouterr().out)
     assert (code, report["verdict"]) == (0, "swap"), report["reason"]
@@ -166,6 +168,7 @@ def test_a_drafter_learns_from_a_log_and_the_gate_refuses_the_way_back(
         (("--general", "{ids}"), "token ids"),
         (("--traffic", "{labels}"), "labels.jsonl:1: language is no text"),
         (("--device", "tpu"), "no device"),
+        (("--steps", 3, "--minutes", 1), "--steps says how long to train"),
         (("--drafter", "{other}"), "drafter.init"),
         (("--max-tokens", 250), "0 conversations are too few"),
     ],
