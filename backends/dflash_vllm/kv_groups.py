@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
@@ -107,13 +108,10 @@ def groupings(settings: VLLMSettings) -> tuple[Grouping, Grouping] | None:
         return None  # one group, whatever the layers' sizes are
     if not RELEASES.supports(RELEASES.installed()) or RELEASES.import_problem():
         return None
-    more = {
-        "tokens": longest,
-        "step_tokens": settings.rows,
-        "reuse": settings.deployment.kv_cache.block_reuse is not False,
-    }
+    reuse = settings.deployment.kv_cache.block_reuse is not False
+    count = partial(group_layers, tokens=longest, step_tokens=settings.rows, reuse=reuse)
     drafted = settings.block_size - 1
-    return group_layers(target, drafted=0, **more), group_layers([*target, *drafts], drafted=drafted, **more)
+    return count(target, drafted=0), count([*target, *drafts], drafted=drafted)
 
 
 def _target_layers(settings: VLLMSettings) -> list[Layer] | None:
