@@ -248,6 +248,7 @@ def test_a_requests_own_width_bounds_its_drafts_and_those_of_others_stay(
 def test_a_width_that_cannot_be_the_requests_own_is_refused_by_vllms_own_check(
     given: Any, method: str, ours: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
     from dflash_vllm.plugin import register
@@ -262,7 +263,7 @@ def test_a_width_that_cannot_be_the_requests_own_is_refused_by_vllms_own_check(
     if said is None:
         assert InputProcessor._validate_params(processor, params, ()) == "vLLM's answer"
         return
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(VLLMValidationError, match=re.escape(said)):
         InputProcessor._validate_params(processor, params, ())
 
 

@@ -171,7 +171,7 @@ def test_verify_compares_one_server_with_itself(servers: Fleet[Server]) -> None:
     plan = PLAN.model_copy(update={"max_tokens": 24, "samples": 0, "penalties": False})
     found = Verification(plan, brief(), pair, Store(None, {})).run()
     assert (found.verdict, found.faults) == ("lossless", {})
-    assert found.headline.endswith(ONE_SERVER)
+    assert ONE_SERVER in found.headline
 
 
 def test_a_second_turn_is_drafted_as_well_as_its_prefix_computed_anew(prompts: Tokens, servers: Fleet[Server]) -> None:

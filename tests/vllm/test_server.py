@@ -372,7 +372,7 @@ def test_verify_compares_one_server_with_itself(servers: Fleet[Server]) -> None:
     plan = BRIEFLY.model_copy(update={"samples": 0, "penalties": False})
     found = Verification(plan, brief(), one_server(endpoint), Store(None, {})).run()
     assert (found.faults, found.reasons, found.verdict) == ({}, (), "lossless")
-    assert found.headline.endswith(ONE_SERVER)
+    assert ONE_SERVER in found.headline
 
 
 def mean_width(statistics: AcceptanceStatistics) -> float:

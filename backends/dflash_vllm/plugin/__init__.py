@@ -34,19 +34,24 @@ def register() -> None:
     if not RELEASES.supports(version):
         logger.warning("dflash-serve does nothing here: vLLM %s is not supported, tested %s", version, RELEASES)
         return
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
     from vllm import ModelRegistry
 
     if not hasattr(InputProcessor._validate_params, "__wrapped__"):
-        InputProcessor._validate_params = _checked(InputProcessor._validate_params)
+        InputProcessor._validate_params = _checked(InputProcessor._validate_params, VLLMValidationError)
     for architecture, name in STRICT.items():
         # By name: importing the class here would choose a platform too early.
         ModelRegistry.register_model(architecture, f"{__name__}.model:{name}")
 
 
-def _checked(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's check of a request's parameters, which also refuses a width of its own that cannot be honoured."""
+def _checked(validate: Callable[..., Any], refused: Callable[[str], Exception]) -> Callable[..., Any]:
+    """vLLM's check of a request's parameters, which also refuses a width of its own that cannot be honoured.
+
+    Args:
+        refused: vLLM's error that becomes HTTP 400; any other becomes 500.
+    """
 
     @wraps(validate)
     def check(processor: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +60,7 @@ def _checked(validate: Callable[..., Any]) -> Callable[..., Any]:
             follows_load = f"{__name__}.scheduler" in str(config.scheduler_config.scheduler_cls)
             reason = refusal(params, config.speculative_config, follows_load=follows_load)
             if reason is not None:
-                raise ValueError(reason)
+                raise refused(reason)
         return validate(processor, params, *args, **kwargs)
 
     return check

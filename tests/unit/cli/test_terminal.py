@@ -175,7 +175,7 @@ def test_a_probe_that_would_tell_nothing_is_one_line() -> None:
 
 def test_top_once_of_a_server_that_goes_away_is_no_success() -> None:
     pages = iter([(200, OURS), (500, "")])
-    with site(lambda *_: next(pages)) as url:
+    with site(lambda path, *_: next(pages) if path == "/metrics" else (404, "")) as url:
         result = CliRunner().invoke(app, ["top", "--url", url, "--once", "--interval", "0.1"])
     assert "HTTP 500" in str(result.exception)
 
