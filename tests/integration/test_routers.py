@@ -203,7 +203,7 @@ def test_an_error_event_of_dynamo_is_an_error_and_no_answer() -> None:
             endpoint.complete(CHATS[0], GREEDY, {"stream": True})
 
 
-@pytest.mark.parametrize("verb", ["verify", "doctor", "top"])
+@pytest.mark.parametrize("verb", ["verify", "top"])
 def test_missing_metrics_are_told_with_the_option_before_any_question(
     verb: str,
     plain: tuple[FakeSglang, str],
@@ -215,7 +215,6 @@ def test_missing_metrics_are_told_with_the_option_before_any_question(
     with dynamo.listening() as (frontend, _):
         given: dict[str, Sequence[object]] = {
             "verify": ("--url", frontend, "--without-url", plain[1], "--output", report),
-            "doctor": ("--target", "smollm2", "--drafter", "smollm2", "--url", frontend, "--output", report),
             "top": ("--url", frontend, "--once"),
         }
         assert call(monkeypatch, verb, *given[verb]) == 2
