@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from dflash_serve.adapter.own_width import FIELD
 from dflash_vllm.facts import RELEASES
 
 from .widths import refusal
@@ -56,8 +57,9 @@ def _checked(validate: Callable[..., Any], refused: Callable[[str], Exception]) 
     @wraps(validate)
     def check(processor: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         config = processor.vllm_config
-        if is_ours(config) and hasattr(params, "extra_args"):
-            follows_load = f"{__name__}.scheduler" in str(config.scheduler_config.scheduler_cls)
+        # First the request, which seldom asks: `is_ours` reads the installed release from disk.
+        if FIELD in (getattr(params, "extra_args", None) or {}) and is_ours(config):
+            follows_load = _has_our_scheduler(config)
             reason = refusal(params, config.speculative_config, follows_load=follows_load)
             if reason is not None:
                 raise refused(reason)
@@ -71,7 +73,11 @@ def is_ours(vllm_config: Any) -> bool:
     asked = vllm_config.speculative_config
     if not RELEASES.supports(RELEASES.installed()) or asked is None:
         return False
-    return asked.method in METHODS or f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
+    return asked.method in METHODS or _has_our_scheduler(vllm_config)
+
+
+def _has_our_scheduler(vllm_config: Any) -> bool:
+    return f"{__name__}.scheduler" in str(vllm_config.scheduler_config.scheduler_cls)
 
 
 def proof() -> None:
