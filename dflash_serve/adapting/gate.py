@@ -50,7 +50,7 @@ Changes = Mapping[Dimension | str, Mapping[str, Change]]
 
 
 class Answered(Frozen, arbitrary_types_allowed=True):
-    """The same prompts, answered with either drafter."""
+    """Answers to a set of prompts, with the served drafter and with the new one."""
 
     prompts: tuple[LabelledPrompt, ...]
     before: tuple[RequestOutput, ...]

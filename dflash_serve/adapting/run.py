@@ -18,6 +18,7 @@ from dflash_serve.answers.engine import RequestOutput, template_variables
 from dflash_serve.answers.evaluation import answer_all, measurable
 from dflash_serve.answers.groups import LabelledPrompt, labelled
 from dflash_serve.answers.prompts import BUNDLED, context_needed, labelled_prompts
+from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.checkpoint.files import file_entries
 from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder, target_folder
@@ -112,7 +113,7 @@ def prepare(deployment: Deployment, paths: Sequence[Path], output: Path, setting
     usable = _usable(traffic, deployment, room - settings.max_tokens)
     sides = dict(zip((TRAINING, HELD_OUT), split(usable, settings.held_out), strict=True))
     width = deployment.speculation.width if isinstance(deployment.speculation.width, int) else config.block_size
-    recipe = _recipe(deployment, served, output, settings, room)
+    recipe = _recipe(deployment, served, config, output, settings, room)
     read_excluded(recipe.data.exclude)  # Its errors, before anything is written
     check_recipe(recipe, target_folder(deployment.target.model, deployment.target.revision))
     changes = {
@@ -217,8 +218,9 @@ def _usable(traffic: Traffic, deployment: Deployment, longest: int) -> list[Logg
     return found
 
 
-def _recipe(deployment: Deployment, served: Path, output: Path, settings: AdaptSettings, room: int) -> TrainingRecipe:
-    config = read_config(served)[0]
+def _recipe(
+    deployment: Deployment, served: Path, config: DrafterConfig, output: Path, settings: AdaptSettings, room: int
+) -> TrainingRecipe:
     same = ("block_size", "mask_token_id", "target_layer_ids", "slots", "markov", "confidence", "convolution")
     target, general = deployment.target, str((settings.general or BUNDLED).resolve())
     fields = {

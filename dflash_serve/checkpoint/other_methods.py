@@ -1,4 +1,4 @@
-"""What was published of other methods of speculation beside the catalogue's targets: EAGLE-3 heads, MTP layers."""
+"""Published acceptance of methods outside the DFlash family, by target: EAGLE-3 heads and MTP layers."""
 
 from __future__ import annotations
 

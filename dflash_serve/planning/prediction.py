@@ -77,8 +77,8 @@ class Constants(Frozen):
     plain_request: NonNegativeFloat
     speculative_request: NonNegativeFloat
     chain_pass: NonNegativeFloat = 0.14
-    """Of each pass but the first of a drafter that drafts one token after another (EAGLE-3, MTP): one value for every
-    engine, fitted to 15 published cells of SGLang (plan-published.json)."""
+    """A drafter that drafts one token after another (EAGLE-3, MTP) adds this to each pass but the first. One value for
+    every engine, fitted to 15 published cells of SGLang (plan-published.json)."""
     evidence: Literal["fitted", "implied", "assumed", "calibrated"]
     """fitted: to published or measured rows; implied: by a few cells; assumed: bounded by cross-checks alone;
     calibrated: to a measurement of the user's."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dflash_serve.answers.engine import Prompt
 from dflash_serve.models.attention import RaggedAttention
-from dflash_serve.models.drafter import Drafter, HotHead, propose
+from dflash_serve.models.drafter import Drafter, HotHead, propose, takes_hot_tokens
 from dflash_serve.models.kv_cache import KVCache, Span, span_positions
 from dflash_serve.models.loader import load_drafter
 from dflash_serve.speculation.params import SamplingParams
@@ -120,7 +120,7 @@ def _expected_flow(target: Path, drafter: Drafter, request: Request, found: Flow
         hidden = drafter(noise, span_positions([span]), attend, block_size=width)
     head, slots = model.get_output_embeddings(), hidden[config.first_row :]
     hot = drafter.hot_tokens
-    if config.markov is None and config.selector is None and config.draft_vocabulary is None:
+    if config.markov is None and takes_hot_tokens(config):
         logits = drafter.adjust_logits(head(slots))
         choices = logits if hot is None else logits[:, hot]
         found["drafts"] = logits.gather(1, found["drafts"])
