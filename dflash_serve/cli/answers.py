@@ -90,6 +90,8 @@ def generate(
         print(text, end="", flush=True)
 
     run = time_run(llm.engine, asked, params, None if as_json else show)
+    if not as_json:
+        show("\n")  # The progress of a comparison begins on a line of its own.
     comparison = None
     if compare:
         with shown(quiet=quiet):
@@ -97,7 +99,7 @@ def generate(
     if as_json:
         typer.echo(json.dumps({**_report(run, comparison), "chat_template_kwargs": variables}, indent=2))
     else:
-        show("\n\n")
+        show("\n")
         for line in () if quiet else _summary(described.speculation.width, run, comparison):
             console.print(line, soft_wrap=True)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
