@@ -129,9 +129,9 @@ def test_a_drain_cuts_no_stream_before_its_deadline(tiny_folders: Folders, secon
     engine = tiny_engine(tiny_folders)
     real = engine.scheduler.step
 
-    def slow() -> Any:
+    def slow(**given: Any) -> Any:
         time.sleep(0.05)
-        return real()
+        return real(**given)
 
     engine.scheduler.step = slow  # type: ignore[method-assign]
     with running(engine, drain_seconds=seconds) as server:
