@@ -108,12 +108,12 @@ class EngineLoop:
         with self._stepping:
             self._drop_cancelled()
             if self.calls and self.running and self.scheduler.is_ahead:
-                self._run(ahead=False)
+                self._run(self.scheduler.settle)
             while self.calls:
                 self.calls.popleft()()
             self._admit()
             if self.running:
-                self._run()
+                self._run(self.scheduler.step)
 
     def end(self, answers: Sequence[PendingAnswer]) -> None:
         """Cancels answers: they leave now, or before the next step if one is under way."""
@@ -138,9 +138,9 @@ class EngineLoop:
         for answer in failed:
             answer.deliver(answer, error)
 
-    def _run(self, *, ahead: bool = True) -> None:
+    def _run(self, step: Callable[[], list[StepResult]]) -> None:
         try:
-            results = self.scheduler.step(ahead=ahead)
+            results = step()
         except BaseException as error:
             self.failed_steps += 1
             failure = StepFailedError("a step of the engine failed, and the requests that ran in it")

@@ -194,17 +194,21 @@ class Scheduler:
         """A step is launched whose tokens are not read yet."""
         return bool(self._ahead)
 
-    @torch.inference_mode()
-    def step(self, *, ahead: bool = True) -> list[StepResult]:
+    def step(self) -> list[StepResult]:
         """Runs one step of every running request; finished requests leave.
 
         Of requests that need no host (`block_step`), the step after this one is launched before this one's tokens are
         read. The others run beside it: those that need the host, and those with a prompt to compute, which may join it
         later. On a CPU no step is launched ahead.
-
-        Args:
-            ahead: False = the step after this one is not launched, so that none is in flight afterwards.
         """
+        return self._guarded_step(ahead=True)
+
+    def settle(self) -> list[StepResult]:
+        """Runs a step, and launches none ahead: no step is in flight afterwards."""
+        return self._guarded_step(ahead=False)
+
+    @torch.inference_mode()
+    def _guarded_step(self, *, ahead: bool) -> list[StepResult]:
         try:
             return self._step(go_on=ahead)
         except BaseException:

@@ -162,7 +162,7 @@ def test_a_better_drafter_is_kept_and_a_worse_one_is_taken_back(
     becomes(monkeypatch, likely, "new")
     engine = described(tiny_engine(folders, width=WIDTH), folders)
     with running(engine, swap_from=folders[1].parent) as server:
-        given = ("--url", server.url, "--prompts", prompts, "--max-tokens", TOKENS)
+        given = ("--url", server.url, "--prompts", prompts, "--num-prompts", 2, "--max-tokens", TOKENS)
         assert call(monkeypatch, "swap", "new", *given, "--json") == 0
         first = json.loads(capsys.readouterr().out)
         assert (first["verdict"], first["kept"], first["revision"]) == ("lossless", True, 1)
@@ -191,7 +191,8 @@ def test_a_drafter_after_which_verification_fails_is_taken_back(
 
     monkeypatch.setattr(swapping.DrafterSwap, "put", spoilt)
     with running(engine, swap_from=folders[1].parent) as server:
-        assert call(monkeypatch, "swap", "new", "--url", server.url, "--prompts", prompts, "--allowed-loss", "1") == 1
+        few = ("--num-prompts", 1, "--max-tokens", 16, "--allowed-loss", "1")
+        assert call(monkeypatch, "swap", "new", "--url", server.url, "--prompts", prompts, *few) == 1
         told = capsys.readouterr().out
         assert "taken back: not lossless" in told
         assert "revision 2 serves" in told
