@@ -212,7 +212,9 @@ def test_a_swap_that_breaks_off_is_taken_back(folders: Folders, prompts: Path, m
         assert [Path(one["drafter"]).name for one in info] == ["drafter", "new", "drafter"]
 
 
-def test_a_second_exchange_waits_for_nobody(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_exchange_is_refused_while_the_first_one_loads(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go_on, load = threading.Event(), threading.Event(), swapping.DrafterSwap.load
 
     def slow(*given: Any) -> Any:
