@@ -135,7 +135,7 @@ def apart(full: EmbeddedEngine, width: int) -> EmbeddedEngine:
     limits = {"max_batch_size": like.cache.entries, "capacity": like.capacity}
     if width > 1:
         assert like.speculator is not None
-        speculator = Speculator(like.speculator.drafter, like.target, block_size=width, **limits)
+        speculator = Speculator(like.speculator.drafter, like.target, block_size=width, **limits, cache=None)
     scheduler = Scheduler(like.target, speculator, FixedWidth(width), **limits, reuse_prefixes=False, shared=None)
     scheduler.prepare()
     return EmbeddedEngine(scheduler, full.tokenizer)

@@ -85,6 +85,8 @@ FACTS = EngineFacts(
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
     data_parallel=True,
+    # Of 0.5.23: the scheduler's `update_weights_from_disk` selects "all" runners, the target's first.
+    no_swap="SGLang's /update_weights_from_disk has no choice of model, and loads a drafter's folder into the target",
     # Otherwise /health generates a token too, and a full batch would look like a dead process.
     environment={"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"},
     # The default of --disaggregation-bootstrap-port: where a prefill server tells decoding ones of its K/V.

@@ -148,5 +148,6 @@ FACTS = EngineFacts(
     refusals=REFUSALS,
     drafting_arguments=("speculative_config",),
     read_acceptance=read_acceptance,
+    no_swap="trtllm-serve has no route that takes other weights of a drafter",
     environment={"TRTLLM_NO_USAGE_STATS": "1"},
 )

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from math import ceil
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -80,7 +81,7 @@ class Calibration(BaseModel):
 
 def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel:
     """Costs of batches of up to `entries` requests: cached, or measured anew if the cached ones have a large spread."""
-    path = cache_home() / "cost" / f"{_key(target, drafter, block_size, entries)}.json"
+    path = _path(target, drafter, block_size, entries)
     kept = read_record(path, Calibration)
     if kept is not None and kept.spread <= LARGE_SPREAD:
         return kept.cost
@@ -89,6 +90,16 @@ def cost_of(target: TargetModel, drafter: Drafter, block_size: int, entries: int
         return kept.cost
     keep_record(path, fresh, otherwise="the cost table is measured again next time")
     return fresh.cost
+
+
+def kept_cost(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> CostModel | None:
+    """The costs that an earlier start measured; None = there are none."""
+    kept = read_record(_path(target, drafter, block_size, entries), Calibration)
+    return None if kept is None else kept.cost
+
+
+def _path(target: TargetModel, drafter: Drafter, block_size: int, entries: int) -> Path:
+    return cache_home() / "cost" / f"{_key(target, drafter, block_size, entries)}.json"
 
 
 @torch.inference_mode()

@@ -11,10 +11,11 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ from dflash_serve.errors import UserError, first_line
 from dflash_serve.models.attention import PlainOperators, flashinfer_problem
 from dflash_serve.models.fused import FusedDrafter
 from dflash_serve.models.loader import load_drafter, load_target, load_tokenizer
+from dflash_serve.models.target import TargetModel
+from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.policy import FixedWidth, WidthPolicy
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Faults of `faults.kinds` used as negative controls: acceptance must drop under each.
 CONTROLS = ("features shuffled", "features zeroed", "layer ids +1", "layer ids -1")
@@ -64,8 +68,9 @@ class EngineLoop:
         self.waiting: deque[PendingAnswer] = deque()
         self.running: dict[int, PendingAnswer] = {}  # running answers by the id of their request
         self.failed_steps = 0  # steps that have failed since the last good one
+        self.calls: deque[Callable[[], None]] = deque()  # run before the next step, while none is in flight
         self.changed = threading.Condition()
-        """Held while answers are added to or taken from `waiting`; notified by `submit` and `wake`."""
+        """Held while answers are added to or taken from `waiting`; notified by `submit`, `call` and `wake`."""
         self._stepping = threading.Lock()  # several threads may drive the loop, such as a server and a caller of `LLM`
 
     def submit(self, answers: Sequence[PendingAnswer]) -> None:
@@ -73,6 +78,22 @@ class EngineLoop:
         with self.changed:
             self.waiting.extend(answers)
             self.changed.notify()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Has work done between two steps, from any thread; answers in flight go on behind it."""
+        done: Future[T] = Future()
+
+        def call() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify()
+        return done
 
     def wake(self) -> None:
         """Lets a thread that waits for `changed` look again: an answer was cancelled."""
@@ -86,9 +107,13 @@ class EngineLoop:
         """
         with self._stepping:
             self._drop_cancelled()
+            if self.calls and self.running and self.scheduler.is_ahead:
+                self._run(self.scheduler.settle)
+            while self.calls:
+                self.calls.popleft()()
             self._admit()
             if self.running:
-                self._run()
+                self._run(self.scheduler.step)
 
     def end(self, answers: Sequence[PendingAnswer]) -> None:
         """Cancels answers: they leave now, or before the next step if one is under way."""
@@ -113,9 +138,9 @@ class EngineLoop:
         for answer in failed:
             answer.deliver(answer, error)
 
-    def _run(self) -> None:
+    def _run(self, step: Callable[[], list[StepResult]]) -> None:
         try:
-            results = self.scheduler.step()
+            results = step()
         except BaseException as error:
             self.failed_steps += 1
             failure = StepFailedError("a step of the engine failed, and the requests that ran in it")
@@ -243,6 +268,8 @@ class EngineStream:
 class EmbeddedEngine:
     """A target, and a drafter if it speculates, that answer prompts; a `dflash_serve.answers.engine.Engine`."""
 
+    deployment: Deployment | None = None  # that it was started from, without open numbers
+
     def __init__(self, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer
         self.loop = EngineLoop(scheduler, tokenizer)
@@ -339,8 +366,7 @@ def start_engine(deployment: Deployment, opened: Checkpoint | None = None) -> Em
     assert entries is not None
     require_gpu(deployment)
     device = "cuda" if deployment.hardware.gpu != "none" and torch.cuda.is_available() else "cpu"
-    operators = deployment.engine_args.get("torch", {}).get("operators", "auto")
-    compiled, flashinfer = operators != "plain", operators == "flashinfer"
+    compiled, flashinfer = _operators(deployment)
     dtype = choose_dtype(deployment, device, compiled=compiled)
     if flashinfer and (problem := flashinfer_problem(device, dtype)):
         raise UserError(problem, where="engine_args.torch.operators", do="leave it out, or install the extra `cuda`")
@@ -353,20 +379,38 @@ def start_engine(deployment: Deployment, opened: Checkpoint | None = None) -> Em
     speculator: Speculator | None = None
     policy: WidthPolicy = FixedWidth(1)
     if uses_drafter(deployment):
-        assert deployment.drafter is not None
-        name, revision = opened or deployment.drafter.model, deployment.drafter.revision
-        with doing("loading the drafter"):
-            loaded = load_drafter(name, revision=revision, dtype=kind[0], device=kind[1], dequantise=True)
-            made = gpu_operators(loaded.config, *kind) if compiled else None
-            drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
-        drafter.operators.flashinfer = flashinfer
+        drafter = load_fused(deployment, target, opened)
         block_size = deployment.speculation.block_size or drafter.config.block_size
         speculator = Speculator(drafter, target, block_size=block_size, max_batch_size=entries, capacity=capacity)
         policy = _policy(deployment, speculator, entries)
     scheduler = Scheduler(target, speculator, policy, max_batch_size=entries, capacity=capacity)
     with doing("preparing its steps"):
         scheduler.prepare()
-        return EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
+        engine = EmbeddedEngine(scheduler, load_tokenizer(model.model, model.revision))
+    engine.deployment = deployment
+    return engine
+
+
+def _operators(deployment: Deployment) -> tuple[bool, bool]:  # compiled, and FlashInfer's
+    operators = deployment.engine_args.get("torch", {}).get("operators", "auto")
+    return operators != "plain", operators == "flashinfer"
+
+
+def load_fused(deployment: Deployment, target: TargetModel, opened: Checkpoint | None = None) -> FusedDrafter:
+    """The deployment's drafter, laid out for decoding, beside a target that is loaded.
+
+    Args:
+        opened: its files, where they are read already.
+    """
+    assert deployment.drafter is not None
+    kind, (compiled, flashinfer) = (target.embedding.dtype, target.device), _operators(deployment)
+    name, revision = opened or deployment.drafter.model, deployment.drafter.revision
+    with doing("loading the drafter"):
+        loaded = load_drafter(name, revision=revision, dtype=kind[0], device=kind[1], dequantise=True)
+        made = gpu_operators(loaded.config, *kind) if compiled else None
+        drafter = FusedDrafter(loaded, compiled=compiled, operators=made)
+    drafter.operators.flashinfer = flashinfer
+    return drafter
 
 
 def gpu_operators(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> PlainOperators | None:
@@ -394,9 +438,17 @@ def _policy(deployment: Deployment, speculator: Speculator, entries: int) -> Wid
     width = deployment.speculation.width
     if isinstance(width, int):
         return FixedWidth(width)
-    assert deployment.drafter is not None
     cost = given_cost() or cost_of(speculator.target, speculator.drafter, speculator.block_size, entries)
+    return chosen_width(deployment, cost, speculator.block_size, static=speculator.drafter_runner.static)
+
+
+def chosen_width(deployment: Deployment, cost: CostModel, block_size: int, *, static: bool) -> KeptWidth:
+    """The policy of `width: auto`, which begins with the last run of this drafter.
+
+    Args:
+        static: steps are padded passes, which take as long for every request as their widest block does.
+    """
+    assert deployment.drafter is not None
     folder = drafter_folder(deployment.drafter.model, deployment.drafter.revision)
-    # A padded pass takes as long for every request as its widest block does.
-    shared = sizes(1, speculator.block_size) if speculator.drafter_runner.static else None
-    return KeptWidth(cost, speculator.block_size, LastRun(folder, deployment.target), shared)
+    shared = sizes(1, block_size) if static else None
+    return KeptWidth(cost, block_size, LastRun(folder, deployment.target), shared)

@@ -34,6 +34,8 @@ EARLIER = {
 QUEUED, RUNNING = f"{PREFIX}num_requests_waiting", f"{PREFIX}num_requests_running"
 CACHE_USAGE = f"{PREFIX}kv_cache_usage_perc"
 PROMPT_TOKENS, CACHED_TOKENS = f"{PREFIX}prompt_tokens", f"{PREFIX}prompt_tokens_cached"
+REVISION = "drafter_revision"
+"""Label of the counters of slots: number of drafters that were served before (`swapping`)."""
 REQUESTS_ENDED, REQUESTS_REFUSED = f"{PREFIX}request_success", f"{PREFIX}request_refused"
 
 SETTINGS_PREFIX = "DFLASH_SERVE_HTTP_"  # environment variables of `server.settings`

@@ -81,7 +81,8 @@ class Scheduler:
         self._widths: dict[int, int] = {}  # of the coming step of each request, by id
         self._read_at = 0.0  # time at which the last step was read
         self.joined = 0
-        self.statistics = AcceptanceStatistics()  # acceptance of all requests since the start
+        self.statistics = AcceptanceStatistics()  # acceptance of all requests since this drafter was put in place
+        self.earlier: tuple[AcceptanceStatistics, ...] = ()  # that of the drafters before it, the first one first
 
     @property
     def block_steps(self) -> BlockSteps:
@@ -188,7 +189,11 @@ class Scheduler:
         self.cache_manager.release(request.entry, keep=sound)
         self.policy.forget(request.id)
 
-    @torch.inference_mode()
+    @property
+    def is_ahead(self) -> bool:
+        """A step is launched whose tokens are not read yet."""
+        return bool(self._ahead)
+
     def step(self) -> list[StepResult]:
         """Runs one step of every running request; finished requests leave.
 
@@ -196,13 +201,45 @@ class Scheduler:
         read. The others run beside it: those that need the host, and those with a prompt to compute, which may join it
         later. On a CPU no step is launched ahead.
         """
+        return self._guarded_step(ahead=True)
+
+    def settle(self) -> list[StepResult]:
+        """Runs a step, and launches none ahead: no step is in flight afterwards."""
+        return self._guarded_step(ahead=False)
+
+    @torch.inference_mode()
+    def _guarded_step(self, *, ahead: bool) -> list[StepResult]:
         try:
-            return self._step()
+            return self._step(go_on=ahead)
         except BaseException:
             self._ahead = []
             raise
 
-    def _step(self) -> list[StepResult]:
+    def replace_drafter(self, speculator: Speculator, policy: WidthPolicy) -> int:
+        """Drafts by another speculator of the same block size from the next step on; no step may be in flight.
+
+        Its context K/V would need the features of tokens that the target has read, which are gone. So requests that
+        have begun go on without drafts, and no new request reuses a prefix of theirs or of earlier ones: it could not
+        be drafted for. Answers stay as they are, since drafts decide no token.
+
+        Returns:
+            The number of requests that go on without drafts.
+        """
+        assert not self._ahead
+        assert self.speculator is not None
+        assert speculator.block_size == self.speculator.block_size
+        speculator.drafter_runner.pool = self.target_runner.pool
+        begun = [request for request in self.running if request.verified]
+        for request in begun:
+            request.draftable, request.injected = False, 0
+            request.features.clear()
+        self.cache_manager.holds.clear()
+        self.target_runner.captured.clear()  # these passes draft by the drafter that leaves
+        self.speculator, self.policy = speculator, policy
+        self.earlier, self.statistics = (*self.earlier, self.statistics), AcceptanceStatistics()
+        return len(begun)
+
+    def _step(self, *, go_on: bool) -> list[StepResult]:
         start, prepared, requests = perf_counter(), self._prepared, list(self.running)
         decoding = [request for request in requests if request.is_decoding]
         block_steps, running = self.block_steps, {request.id for request in requests}
@@ -218,7 +255,7 @@ class Scheduler:
             block_steps.choose(step)  # before other passes overwrite what it chooses from
         steps = [*ahead, self._run(others)] if others else ahead
         context_tokens = sum(step.context_tokens for step in steps)
-        self._ahead = self._launch(on_device, others, ahead) if ahead else []
+        self._ahead = self._launch(on_device, others, ahead) if ahead and go_on else []
         results = [result for step in steps for result in self._read(step, running)]
         # Every token is on the host by now. Steps with a prefill or a capture are not timed.
         read_at, self._read_at = self._read_at, perf_counter()

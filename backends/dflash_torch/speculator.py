@@ -18,20 +18,31 @@ from .request import Request
 
 
 class Speculator:
-    """A drafter with its context K/V, which has one entry for each request, as the target's cache has."""
+    """A drafter with its context K/V, which has one entry for each request, as the target's cache has.
+
+    Args:
+        cache: K/V cache of a drafter with the same sizes that drafts no more; None = a new one.
+    """
 
     on_device = True  # False = its drafts, or the features that it gets, are changed on the host
 
     def __init__(
-        self, drafter: Drafter, target: TargetModel, *, block_size: int, max_batch_size: int, capacity: int
+        self,
+        drafter: Drafter,
+        target: TargetModel,
+        *,
+        block_size: int,
+        max_batch_size: int,
+        capacity: int,
+        cache: KVCache | None = None,
     ) -> None:
         self.drafter, self.target, self.block_size = drafter, target, block_size
-        self.cache = KVCache.of(
+        hot = drafter.hot_tokens
+        self.hot_head = HotHead(target.head, hot, drafter.markov_head) if hot else None
+        self.cache = cache or KVCache.of(
             drafter.config, max_batch_size, capacity + block_size, target.embedding.dtype, target.device
         )
         self.drafter_runner = DrafterRunner(target.embedding, self.cache, block_size)
-        hot = drafter.hot_tokens
-        self.hot_head = HotHead(target.head, hot, drafter.markov_head) if hot else None
 
     def twin(self) -> Self:
         """A speculator of this drafter and its K/V cache, with passes of its own; both can run in turns."""

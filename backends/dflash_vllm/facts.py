@@ -108,6 +108,9 @@ FACTS = EngineFacts(
     drafting_arguments=("speculative_config", "spec_method"),
     read_acceptance=read_acceptance,
     server_flags=("api-key-file",),
+    # Of 0.32 and 0.33: `start_draft_weight_update` needs a weight transfer engine, all of which copy between GPUs, and
+    # VLLM_SERVER_DEV_MODE=1, which opens every other route of that mode.
+    no_swap="vLLM takes the weights of a drafter from another process's GPU alone, and not from a folder",
     # Otherwise vLLM tells its authors what it serves, and on what.
     environment={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
 )

@@ -52,13 +52,13 @@ class Traffic:
 
 
 def read_traffic(paths: Sequence[Path]) -> Traffic:
-    """All requests of JSONL files that the embedded engine can answer as text.
+    """All requests of JSONL files, or of folders of them, that the embedded engine can answer as text.
 
     Raises:
         UserError: a file that cannot be read or is given twice, a line that is no request, or no request at all.
     """
     traffic, seen = Traffic(), set[str]()
-    for path in paths:
+    for path in _files(paths):
         if not path.is_file():
             raise UserError("no such file", where=f"--traffic {path}", do="check the path")
         checksum = sha256(path)
@@ -80,6 +80,15 @@ def read_traffic(paths: Sequence[Path]) -> Traffic:
     if not traffic.requests:
         raise UserError("no requests in it", where="--traffic", do=f"give lines such as {FORMS}")
     return traffic
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    # A folder stands for its JSONL files, as a server records them.
+    for path in paths:
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise UserError("no .jsonl file in it", where=f"--traffic {path}", do="check the path")
+        yield from found
 
 
 def split(requests: Sequence[LoggedRequest], share: float) -> tuple[list[LoggedRequest], list[LoggedRequest]]:

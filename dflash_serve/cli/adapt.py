@@ -19,7 +19,7 @@ from dflash_serve.common.reports import number
 if TYPE_CHECKING:
     from dflash_serve.adapting.run import AdaptReport, Prepared
 
-LOGS = "JSONL file of prompts, messages, or logged requests of an OpenAI-compatible server; once for each."
+LOGS = "JSONL file or folder of prompts, messages, or logged requests of an OpenAI-compatible server; once for each."
 GENERAL = "Prompts of other kinds, JSONL, on which it must not lose much. [default: the bundled prompts]"
 
 

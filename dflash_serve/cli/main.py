@@ -34,6 +34,7 @@ MODULES = {
     "train": f"{CLI}.drafters",
     "evaluate": f"{CLI}.answers",
     "adapt": f"{CLI}.adapt",
+    "swap": f"{CLI}.swap",
     "verify": f"{CLI}.verify",
     "doctor": f"{CLI}.doctor",
     "top": f"{CLI}.top",

@@ -7,6 +7,7 @@ has been tested. They are read from the plug-in's source, but for methods of obj
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import pkgutil
 import textwrap
@@ -128,3 +129,25 @@ def test_a_request_is_equal_to_itself_only() -> None:
     """Penalties are counted by request."""
     request = pkgutil.resolve_name("sglang.srt.managers.schedule_batch.Req")
     assert (request.__eq__, request.__hash__) == (object.__eq__, object.__hash__)
+
+
+def test_weights_from_a_folder_go_to_the_target_whatever_is_asked() -> None:
+    """The reason why `swap` refuses SGLang: with a choice of model, as requests with tensors have, it could be used."""
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("needs SGLang")
+    managers = Path(str(found.origin)).parent / "srt" / "managers"
+    structs = ast.parse((managers / "io_struct.py").read_text())
+    fields = {
+        each.name: {
+            str(one.target.id) for one in each.body if isinstance(one, ast.AnnAssign) and hasattr(one.target, "id")
+        }
+        for each in ast.walk(structs)
+        if isinstance(each, ast.ClassDef)
+    }
+    assert "selector" in fields["UpdateWeightsFromTensorReqInput"]
+    assert fields["UpdateWeightFromDiskReqInput"] >= {"model_path", "load_format"}
+    assert "selector" not in fields["UpdateWeightFromDiskReqInput"]
+    updater = (managers / "scheduler_components" / "weight_updater.py").read_text()
+    assert "for role, runner in self._select_runners():" in updater
+    assert 'def _select_runners(self, selector: str = "all")' in updater

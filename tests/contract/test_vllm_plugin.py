@@ -366,3 +366,12 @@ def test_vllms_statistics_carry_our_pace_to_another_process() -> None:
     received = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
     assert taken_pace(received) == (90, 120)
     assert received.num_kv_fetch_reqs_by_stage == {}
+
+
+def test_no_engine_of_vllm_takes_weights_of_a_drafter_from_a_folder() -> None:
+    """All copy between GPUs, which is why `swap` refuses vLLM; another one is to be looked at."""
+    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    assert {*factory._registry} == {"nccl", "ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress"}
+    paths = {route.path for route in import_module("vllm.entrypoints.rl.online.api_router").router.routes}
+    assert {path for path in paths if "draft" in path or "disk" in path} == {"/start_draft_weight_update"}
+    assert FACTS.no_swap is not None

@@ -138,7 +138,6 @@ class WithoutEffect(Strict):
     safety_identifier: str = ""
     request_id: str = Field("", description="vLLM's; the answer has an id of its own")
     metadata: Annotated[dict[str, str], BeforeValidator(_without_nulls)] = Field(default_factory=dict)
-    store: bool = False
     service_tier: str = "auto"
     prompt_cache_key: str = Field("", description="prefixes are cached in any case")
     prompt_cache_retention: str = ""
@@ -176,6 +175,7 @@ class Generation(SamplingParams, WithoutEffect):
     structured_outputs: StructuredOutputs | None = Field(None, description="as with vLLM")
     regex: str | None = Field(None, description="the answer matches it from beginning to end, as with SGLang")
     return_token_ids: bool = Field(False, description="choices carry token_ids, as with vLLM and SGLang")
+    store: bool | None = Field(None, description="false: not recorded, where the server records chats for training")
     cache_salt: str = Field("", max_length=256, description="only requests of the same salt share prefixes")
     acceptance_metrics: AcceptanceMetrics | None = Field(None, description="metrics.speculative_decoding; n = 1 only")
 

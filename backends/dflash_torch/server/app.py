@@ -31,11 +31,13 @@ from dflash_serve.errors import UserError, first_line
 from . import responses as r
 from .api import ApiError, ChatRequest, CompletionRequest, ErrorBody
 from .body import JSONRoute
+from .drafters import add_drafter_routes
 from .routes import AsciiJSON, RequestHandler
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
 TICK_SECONDS = 0.05
+TICKS_TO_EXPIRE = 1200  # a minute between two looks for records that are too old
 RETRY_SECONDS = {429: "1", 503: "5"}
 # Probes and Prometheus have no key, as with vLLM and SGLang.
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
@@ -222,6 +224,8 @@ def create_app(handler: RequestHandler) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await handler.respond(body, request)
 
+    if handler.settings.swap_from is not None:
+        add_drafter_routes(app, handler, handler.settings.swap_from)
     return app
 
 
@@ -253,6 +257,8 @@ class DrainingServer(uvicorn.Server):
                 break
             await self.on_tick(ticks)
             ticks += 1
+            if self.handler.recorder is not None and ticks % TICKS_TO_EXPIRE == 1:
+                await asyncio.to_thread(self.handler.recorder.expire)
             await asyncio.sleep(TICK_SECONDS)
         if worker.state == "broken":
             self.exit_code = 1

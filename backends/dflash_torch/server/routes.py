@@ -28,6 +28,7 @@ from ..engine import EmbeddedEngine
 from ..grammar import Grammar, Grammars
 from .api import ApiError, ChatRequest, CompletionRequest, Form
 from .chat import call_grammar, render_chat
+from .recording import DAY, Recorder
 from .responses import ChatFormatter, CompletionFormatter, Formatter, TokenNames
 from .settings import ServerSettings
 from .worker import EngineWorker, ResponseStream
@@ -80,6 +81,7 @@ class RequestHandler:
     def __init__(self, settings: ServerSettings, worker: EngineWorker) -> None:
         self.settings, self.worker, self.model = settings, worker, worker.model
         self.draining = False  # new requests are refused; running ones go on
+        self.recorder = recorder_of(settings)
         self._tokenizing = asyncio.Lock()
         self._grammars: Grammars | None = None
 
@@ -95,7 +97,7 @@ class RequestHandler:
             stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
         except ClientDisconnect:
             return Response(status_code=499)
-        chunks = aiter(stream)
+        chunks = self._chunks(body, stream)
         try:
             first = await unless_gone(request.receive, anext(chunks))
             if body.stream:
@@ -108,6 +110,12 @@ class RequestHandler:
             if isinstance(error, ClientDisconnect):
                 return Response(status_code=499)
             raise
+
+    async def _chunks(self, body: Body, stream: ResponseStream) -> AsyncIterator[Chunk]:
+        async for chunk in stream:
+            yield chunk
+        if self.recorder is not None and isinstance(body, ChatRequest):
+            await run_in_threadpool(self.recorder.add, body, stream.answers[0])
 
     async def _queue(self, body: Body, owner: str) -> tuple[ResponseStream, Formatter]:
         """Queues the answers. Nothing is awaited after that: a client that goes cannot leave them behind."""
@@ -180,6 +188,17 @@ class RequestHandler:
     def _not_ready(self) -> ApiError:
         self.worker.metrics.refused(503)
         return ApiError(503, f"the server is not ready: {self.status}", code="not_ready")
+
+
+def recorder_of(settings: ServerSettings) -> Recorder | None:
+    """The recorder that the settings ask for; None = nothing is recorded.
+
+    Raises:
+        UserError: its folder cannot be written.
+    """
+    if settings.record_to is None:
+        return None
+    return Recorder(settings.record_to, settings.record_megabytes * 1_000_000, settings.record_days * DAY)
 
 
 def _compiled(grammars: Grammars, body: Body) -> Grammar:

@@ -30,6 +30,12 @@ class ServerSettings(BaseSettings):
     drain_seconds: NonNegativeFloat = 30  # for running requests after SIGTERM
     # Time between two comments that keep a stream open while no chunk comes; 0 = no comments.
     ping_seconds: NonNegativeFloat = 15
+    # Folder; a client with the API key may put a drafter below it in place of the served one. None = no such route.
+    swap_from: Path | None = None
+    # Folder for chats and their answers, as `adapt --traffic` reads them. None = nothing is recorded.
+    record_to: Path | None = None
+    record_megabytes: PositiveInt = 256  # of all files of the folder; the oldest are deleted
+    record_days: PositiveFloat = 14  # after which a chat is deleted
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_header_bytes: PositiveInt = 16 * 1024
     body_seconds: PositiveFloat = 30  # for a client to send a request, head and body

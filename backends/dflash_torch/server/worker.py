@@ -9,10 +9,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,7 +24,7 @@ from dflash_serve.adapter.last_run import pace_of
 from dflash_serve.answers.engine import Chunk
 from dflash_serve.common.progress import shown
 from dflash_serve.errors import UserError
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
 from .. import facts
 from ..answer import Item, PendingAnswer, StepFailedError
@@ -32,6 +33,7 @@ from ..request import Request
 from .api import ApiError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 STEP_FAILED = "the step that held this request failed; the server goes on, send it again"
 # After this many failed steps in a row the engine is broken: only a new process helps.
 MAX_FAILED_STEPS = 8
@@ -47,7 +49,8 @@ class EngineSnapshot:
     waiting: int = 0
     running: int = 0
     cache_usage: float | None = None  # share of the K/V cache's rows; None while the engine loads
-    statistics: AcceptanceStatistics | None = field(default=None, repr=False)  # of all requests since the start
+    statistics: AcceptanceStatistics | None = field(default=None, repr=False)  # since the served drafter is in place
+    earlier: tuple[AcceptanceStatistics, ...] = field(default=(), repr=False)  # of the drafters before it
     block_size: int | None = None  # B, the anchor counted; None without a drafter
     pace: tuple[float, float] = (0.0, 0.0)  # tokens gained and expected; 0 where the width is fixed
 
@@ -120,14 +123,22 @@ class ServerMetrics(Collector):
         counts = now.statistics
         if counts is None:
             return
+        block, revisions = now.block_size or 1, (*now.earlier, counts)
+        counts = total(revisions)
         length = "Mean tokens gained per verified draft, the bonus token counted."
         yield self._family(GaugeMetricFamily, facts.ACCEPTANCE_LENGTH, length, counts.acceptance_length)
-        for name, values in slot_counts(counts, now.block_size or 1).items():
-            label, about = COUNTERS[name]
-            yield self._family(CounterMetricFamily, name, about, values, label)
+        yield from self._slots([slot_counts(one, block) for one in revisions])
         for (name, about), value in zip(PACE.items(), now.pace, strict=True):
             yield self._family(CounterMetricFamily, name, about, value)
-        yield from self._earlier(counts, now.block_size or 1)
+        yield from self._earlier(counts, block)
+
+    def _slots(self, revisions: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterable[Metric]:
+        for name, (label, about) in COUNTERS.items():
+            family = CounterMetricFamily(name, about, labels=[*LABELS, label, facts.REVISION])
+            for revision, counts in enumerate(revisions):
+                for key, number in counts[name].items():
+                    family.add_metric([self.model_name, str(key), str(revision)], number)
+            yield family
 
     def _earlier(self, counts: AcceptanceStatistics, block_size: int) -> Iterable[Metric]:
         """The counters by their names of release 0.2."""
@@ -249,6 +260,11 @@ class EngineWorker:
         self.admitted += len(answers)
         self.loop.submit(answers)
 
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Has work done in the thread, between two steps."""
+        assert self.loop is not None
+        return self.loop.call(work)
+
     def wake(self) -> None:
         """Lets the thread see that answers were cancelled, or that it is to stop."""
         if self.loop is not None:
@@ -310,7 +326,7 @@ class EngineWorker:
 
     def _wait_for_work(self, loop: EngineLoop) -> bool:
         with loop.changed:
-            while not (self._stopping.is_set() or loop.waiting or loop.running):
+            while not (self._stopping.is_set() or loop.waiting or loop.running or loop.calls):
                 loop.changed.wait()
         return not self._stopping.is_set()
 
@@ -321,6 +337,7 @@ class EngineWorker:
         self._snapshot = EngineSnapshot(
             cache_usage=used / (scheduler.cache.entries * scheduler.capacity),
             statistics=deepcopy(scheduler.statistics),
+            earlier=scheduler.earlier,
             block_size=engine.block_size,
             pace=(pace.gained, pace.expected) if pace else (0.0, 0.0),
         )
