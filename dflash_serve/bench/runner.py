@@ -43,18 +43,24 @@ class Bench:
     """One bench, in one folder.
 
     Args:
-        start: gives the URL of a variant's server, in place of a server of the bench's own.
+        start: gives a variant's server, in place of a server of the bench's own.
+
+    Attributes:
+        local: servers run on this machine, whose hardware the report names.
 
     Raises:
         UserError: a mistake in the settings; nothing is written then.
     """
 
     def __init__(
-        self, settings: BenchSettings, start: Callable[[str, Deployment], AbstractContextManager[str]] | None = None
+        self,
+        settings: BenchSettings,
+        start: Callable[[str, Deployment], AbstractContextManager[Endpoint]] | None = None,
     ) -> None:
         deployment, self.told = read_deployment(settings)
         self.settings, self.work, self.start = settings, settings.output / WORK, start
         self.variants, self.backend = find_variants(settings, deployment)
+        self.local = self.backend is not None
         self.metrics_urls = metrics_urls(settings.metrics_url, endpoint_variants(settings.endpoint))
         self.dataset = load_dataset(settings.dataset)
         self.request = RequestSettings(
@@ -165,27 +171,30 @@ class Bench:
             variants=self.variants,
             runs=[run for run in self.finished() if run.cell in planned],
             planned=len(planned),
-            environment=environment(self.settings.hardware, local=self.backend is not None),
+            environment=environment(self.settings.hardware, local=self.local),
         )
 
     def _start(self, name: str, servers: ExitStack) -> Endpoint:
-        # A server that the bench starts ends with `servers`.
-        url = self.variants[name]
-        if isinstance(url, Deployment) and self.start is not None:
-            url = servers.enter_context(self.start(name, url))
-        elif isinstance(url, Deployment):
-            assert self.backend is not None
-            folder = self.work / f"{slug(name)}.server"
-            url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
-        endpoint = Endpoint(url, api_key=self.api_key, metrics_urls=self.metrics_urls.get(name, ()))
+        endpoint = self._server(name, servers)
         if endpoint.metrics_urls:
             endpoint.metrics.require()
         if self.settings.warm_up:
             users = max(self.settings.concurrency)
             folder = self.work / f"{slug(name)}-warm-up"
             with doing(f"warming up the server of {name}"):
-                self.aiperf.run(Job(url, endpoint.served_model, users, users, folder, first=-users))
+                self.aiperf.run(Job(endpoint.base, endpoint.served_model, users, users, folder, first=-users))
         return endpoint
+
+    def _server(self, name: str, servers: ExitStack) -> Endpoint:
+        # A server that the bench starts ends with `servers`.
+        url = self.variants[name]
+        if isinstance(url, Deployment) and self.start is not None:
+            return servers.enter_context(self.start(name, url))
+        if isinstance(url, Deployment):
+            assert self.backend is not None
+            folder = self.work / f"{slug(name)}.server"
+            url = servers.enter_context(running_server(self.backend, url, folder, env=self.env))
+        return Endpoint(url, api_key=self.api_key, metrics_urls=self.metrics_urls.get(name, ()))
 
     def _measure(self, cell: Cell, server: Endpoint) -> Run:
         requests = self.settings.requests(cell.concurrency)

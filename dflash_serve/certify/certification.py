@@ -3,7 +3,7 @@
 For whole blocks, then for `auto`: a verification of the size that fits, then rounds of all loads until each is decided
 or the pair's share of the time is over. The plain server runs beside the speculating one, or in turn with it where a
 server takes all of a device's memory. A server gets the time that is left to start. No run of aiperf begins that would,
-as far as was measured, end later.
+as far as was measured, end later. Running servers are asked at the width they have.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from dflash_serve.adapter.launch import running_server
 from dflash_serve.adapter.protocol import LookingBackend
@@ -26,7 +27,7 @@ from dflash_serve.answers.engine import Prompt
 from dflash_serve.answers.prompts import BUNDLED, prompts_digest, read_prompt_set, with_variables
 from dflash_serve.bench.results import LoadRatio, Run, as_json
 from dflash_serve.bench.runner import Bench
-from dflash_serve.bench.settings import AUTO, FIXED, OFF, BenchSettings, slug
+from dflash_serve.bench.settings import AUTO, FIXED, OFF, BenchSettings, read_deployment, slug
 from dflash_serve.certify.budget import FEWEST_PROMPTS, IN_FLIGHT, Speed, largest_plan, run_seconds
 from dflash_serve.certify.report import DECIDING, FASTER, SLOWER, UNKNOWN, Expected, Measurements, outcome
 from dflash_serve.checkpoint.catalogue import catalogue
@@ -43,7 +44,7 @@ from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.amount import CHARACTERS, amount_of
 from dflash_serve.verify.questions import WITH, WITHOUT, VerifyPlan
-from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair
+from dflash_serve.verify.subjects import ServerSubject, Subject, SubjectPair, two_servers
 from dflash_serve.verify.verification import CONTEXT, Verification
 
 ROUNDS = 5  # Most rounds of a load
@@ -63,12 +64,20 @@ class OutOfTimeError(Exception):
     """The time is used up, or too little for the next step is left; everything finished is kept."""
 
 
+class RunningServers(NamedTuple):
+    """Servers that run already: that of a deployment, and the same without a drafter."""
+
+    speculating: Endpoint
+    plain: Endpoint
+
+
 class Certification:
     """One certification, in one folder.
 
     Args:
         settings: of the bench of every pair, but for `variants`, `rounds`, `requests_per_user` and `output`.
         store: finished verifications, chosen sizes, facts and the time that was spent.
+        given: the servers to ask; None = the deployment's are started.
 
     Attributes:
         tell: gets one line about each step.
@@ -77,8 +86,10 @@ class Certification:
         UserError: a mistake in the settings, or a deployment with problems; nothing is started then.
     """
 
-    def __init__(self, settings: BenchSettings, minutes: float, store: Store) -> None:
-        self.settings, self.store = settings, store
+    def __init__(
+        self, settings: BenchSettings, minutes: float, store: Store, given: RunningServers | None = None
+    ) -> None:
+        self.settings, self.store, self.given = settings, store, given
         self.tell: Callable[[str], None] = lambda line: None
         self.seconds, self.work = 60 * minutes, settings.output / "work"
         self._before, self._start = float(store.get("spent", 0.0)), time.monotonic()
@@ -88,16 +99,17 @@ class Certification:
         bundled = settings.dataset == str(settings.output / BUNDLED.name)
         self.left_out = ["prompts of yours (--dataset)"] if bundled else []
         self.benches: dict[str, Bench] = {}
-        for word in (FIXED, AUTO):
+        for word in (FIXED, AUTO) if given is None else (self._given_width(),):
             try:
                 self.benches[word] = self._bench(word, ROUNDS)
             except UserError as error:
                 if not self.benches:
                     raise
                 self.left_out.append(f"{word}, which is refused ({error})")
-        first, self.backend = self.benches[FIXED], server_backend(settings.backend)
+        first, self.backend = next(iter(self.benches.values())), server_backend(settings.backend)
         self.variants = {name: cast(Deployment, v) for b in self.benches.values() for name, v in b.variants.items()}
-        self.together = not first.settings.one_at_a_time  # The plain server goes on beside another one
+        # The plain server goes on beside another one:
+        self.together = given is not None or not first.settings.one_at_a_time
         self.running: dict[str, tuple[ExitStack, str]] = {}  # Servers and their URLs, by variant
         texts = first.dataset.prompts
         own: list[Prompt] = [[{"role": "user", "content": text}] for text in (texts or ())[:20]]
@@ -115,7 +127,7 @@ class Certification:
         What is not known yet counts as nothing.
         """
         pairs = len(self.benches)
-        starts = pairs + 1 if self.together else STARTS_IN_TURN * pairs
+        starts = pairs + 1 if self.together else STARTS_IN_TURN * pairs  # Of running ones, none takes a second
         known = [Speed(*self.store[f"speed {name}"]) for name in self.variants if f"speed {name}" in self.store]
         speed = min(known, default=UNLIMITED)
         asked = speed.seconds(amount_of(self._least(), self.prompts, self._context(OFF))) if known else 0.0
@@ -149,7 +161,7 @@ class Certification:
                 share = (self.seconds - self.spent) / (len(self.benches) - number)
                 with suppress(OutOfTimeError):
                     self._pair(word, self.spent + share)
-                if word == FIXED and self.measurements().low and "doctor" not in self.store:
+                if number == 0 and self.measurements().low and "doctor" not in self.store:
                     self.store.put("doctor", self._doctor())
         finally:
             self._stop()
@@ -159,13 +171,35 @@ class Certification:
     def _bench(self, word: str, rounds: int) -> Bench:
         each = self.store.get("requests per user", 1)
         change = {"variants": (OFF, word), "rounds": rounds, "output": self.work / word, "requests_per_user": each}
-        return Bench(self.settings.model_copy(update=change), lambda name, _: nullcontext(self._url(name)))
+        bench = Bench(self.settings.model_copy(update=change), lambda name, _: nullcontext(self._endpoint(name)))
+        bench.local = self.given is None
+        return bench
+
+    def _given_width(self) -> str:
+        # The word of the bench for the deployment's own width
+        deployment = read_deployment(self.settings)[0]
+        assert deployment is not None
+        width = deployment.speculation.width
+        if width in (OFF, 1):
+            raise UserError("it does not speculate", where="speculation.width", do="give another, or auto")
+        if width == AUTO and not server_backend(self.settings.backend).launch(deployment).follows_cost:
+            return FIXED
+        return str(width)
+
+    def _endpoint(self, name: str) -> Endpoint:
+        """A variant's server, which is started and warmed up if none is given or runs."""
+        if self.given is None:
+            return Endpoint(self._url(name))
+        found = self.given.plain if name == OFF else self.given.speculating
+        if f"server {name}" not in self.store:
+            self._seen(name, url=found.base, context=found.context)
+        return found
 
     def _pair(self, word: str, until: float) -> None:
         self.benches[word].open_stores()  # what an interrupted run has finished counts even if no time is left
         (name,) = self.benches[word].variants.keys() - {OFF}
         if f"speed {name}" not in self.store:
-            one, plain = (self._speed(self._url(each), each) for each in (name, OFF))
+            one, plain = (self._speed(self._endpoint(each), each) for each in (name, OFF))
             self.store.put(f"speed {name}", [min(pair) for pair in zip(one, plain, strict=True)])
         speed = Speed(*self.store[f"speed {name}"])
         if "requests per user" not in self.store:  # the same for both pairs, and after an interruption
@@ -231,7 +265,7 @@ class Certification:
                 graphs=[line[-160:] for line in lines if CAPTURED.search(line) and len(line) <= LONGEST_LINE][-1:],
                 context=Endpoint(url).context,
             )
-            self._speed(url, name)  # a warm-up
+            self._speed(Endpoint(url), name)  # a warm-up
         return self.running[name][1]
 
     @property
@@ -243,19 +277,19 @@ class Certification:
         known: int | None = self.store.get(f"server {name}", {}).get("context")
         return known or CONTEXT
 
-    def _speed(self, url: str, name: str) -> Speed:
+    def _speed(self, server: Endpoint, name: str) -> Speed:
         self.step.part = f"asking {name} for its speed"
         users, length = max(self.settings.concurrency), min(RATED_CHARACTERS, self._context(name) // 2)
         texts = [f"Count to {number} in words." for number in range(users)]
-        (alone, _), (together, _) = (self._timed(url, each, RATED_TOKENS) for each in (texts[:1], texts))
+        (alone, _), (together, _) = (self._timed(server, each, RATED_TOKENS) for each in (texts[:1], texts))
         long = f"{next(self._rated)}. {texts[0] * length}"[:length]  # No token is shorter than a character
-        prompt, read = self._timed(url, [long], 1)
+        prompt, read = self._timed(server, [long], 1)
         return Speed(RATED_TOKENS / alone, users * RATED_TOKENS / together, read / prompt)
 
-    def _timed(self, url: str, texts: list[str], tokens: int) -> tuple[float, int]:
+    def _timed(self, server: Endpoint, texts: list[str], tokens: int) -> tuple[float, int]:
         """Seconds until all are answered at once, and the tokens of the prompts."""
         start, params, read = time.monotonic(), SamplingParams(temperature=0, max_tokens=tokens), 0
-        for reply in Endpoint(url, concurrency=len(texts)).complete_all([(text, params) for text in texts]):
+        for reply in replace(server, concurrency=len(texts)).complete_all([(text, params) for text in texts]):
             read += len(reply.prompt_ids or texts[0][::CHARACTERS])
             self.check(self.seconds)
         return time.monotonic() - start, read
@@ -281,17 +315,9 @@ class Certification:
             f"verify {name}: {plan.prompts} prompts, {plan.samples} samples a side; about {amount.answers} answers and "
             f"{speed.seconds(amount) / 60:.1f} minutes"
         )
-        described = {
-            side: {"backend": self.backend.name, "deployment": self.variants[one].model_dump_json()}
-            for side, one in ((WITH, name), (WITHOUT, OFF))
-        }
+        pair = self._subjects(name, plan)
+        described = {side: dict(one) for side, one in pair.descriptions.items()}
         answers = Store(self.work / f"verify-{slug(name)}.jsonl", {"plan": self.store[f"plan {name}"], **described})
-
-        def subject(variant: str) -> AbstractContextManager[Subject]:
-            return nullcontext(ServerSubject(Endpoint(self._url(variant), concurrency=IN_FLIGHT)))
-
-        speculating, plain = (partial(subject, one) for one in (name, OFF))
-        pair = SubjectPair(speculating, plain, described, plan.dtype, lambda: self.store[f"server {name}"]["context"])
         done = 0
 
         def answered(_: str, number: int) -> None:
@@ -305,6 +331,20 @@ class Certification:
             found = run.run().model_dump(mode="json")
         self.tell(f"verify {name}: {found['verdict']}")
         return {"plan": plan.model_dump(mode="json"), "findings": found}
+
+    def _subjects(self, name: str, plan: VerifyPlan) -> SubjectPair:
+        if self.given is not None:
+            return two_servers(*(replace(one, concurrency=IN_FLIGHT) for one in self.given))
+        described = {
+            side: {"backend": self.backend.name, "deployment": self.variants[one].model_dump_json()}
+            for side, one in ((WITH, name), (WITHOUT, OFF))
+        }
+
+        def subject(variant: str) -> AbstractContextManager[Subject]:
+            return nullcontext(ServerSubject(replace(self._endpoint(variant), concurrency=IN_FLIGHT)))
+
+        speculating, plain = (partial(subject, one) for one in (name, OFF))
+        return SubjectPair(speculating, plain, described, plan.dtype, lambda: self.store[f"server {name}"]["context"])
 
     def _least(self) -> VerifyPlan:
         """The smallest verification, which decides greedy decoding alone."""
@@ -322,12 +362,12 @@ class Certification:
 
     def _doctor(self) -> dict[str, Any]:
         """The doctor's verdict on the server of whole blocks; if that is healthy, on the checkpoint's settings, too."""
-        (name,) = self.benches[FIXED].variants.keys() - {OFF}
+        (name,) = next(iter(self.benches.values())).variants.keys() - {OFF}
         self.step.part = "asking the doctor"
         if self.seconds - self.spent < DOCTOR_SECONDS:
             return {"verdict": UNKNOWN, "sentences": ["there was no time to ask (--minutes)"]}
         self.tell("acceptance is low: asking the doctor")
-        suspect: dict[str, Any] = {"url": self._url(name)}
+        suspect: dict[str, Any] = {"url": self._endpoint(name).base}
         if not self.together:  # its own engine needs the memory
             self._stop()
             suspect = {"observed": self.measurements().acceptance_length}
@@ -354,7 +394,7 @@ class Certification:
     def measurements(self) -> Measurements:
         """Everything that is finished."""
         data = {word: bench.report() for word, bench in self.benches.items()}
-        first, launch = data[FIXED], self.backend.launch(list(self.variants.values())[-1])
+        first, launch = next(iter(data.values())), self.backend.launch(list(self.variants.values())[-1])
         told = [as_json(each) for each in data.values()]
         points = {(p["variant"], p["concurrency"]): p for each in reversed(told) for p in each["points"]}
         loads = {name: each.loads.get(name, []) for each in data.values() for name in each.variants if name != OFF}
@@ -362,7 +402,7 @@ class Certification:
         return Measurements(
             served=told[0]["served"],
             environment=told[0]["environment"],
-            driver=next(iter(query_gpus("driver_version")), None),
+            driver=None if self.given else next(iter(query_gpus("driver_version")), None),
             backend=self.backend.name,
             deployment=launch.deployment.model_dump(mode="json", exclude_defaults=True),  # which refuses secrets
             command=[Path(w).name if w[:1] == "/" else w for w in launch.command(Path("FOLDER")).argv],
@@ -390,6 +430,8 @@ class Certification:
             yield from [told] if few else []
 
     def _expected(self) -> Expected | None:
+        if self.variants.keys() == {OFF, AUTO}:
+            return None  # Publishers state the acceptance of whole blocks
         drafter = next(v.drafter for v in self.variants.values() if v.drafter)
         survival = recorded_survival(drafter_folder(drafter.model, drafter.revision))
         rows = [one.acceptance_length for one in catalogue().drafters if one.repository == drafter.model]

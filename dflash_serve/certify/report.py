@@ -62,8 +62,8 @@ class Measurements(Frozen):
 
     @property
     def whole(self) -> str:
-        """The variant of whole blocks."""
-        return next(name for name in self.loads if name != AUTO)
+        """The variant of whole blocks; of running servers, the one that they serve."""
+        return next((name for name in self.loads if name != AUTO), AUTO)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -155,6 +155,28 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert "calibrated: fixed 4, 2 users: measured 61 tokens/s" in capsys.readouterr().out
 
 
+def test_servers_that_run_already_are_asked_at_the_width_that_they_have(
+    site: MakeSite,
+    folders: Folders,
+    likely: dict[tuple[int, ...], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = site()
+    plain = tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS)
+    speculating = guessing_engine(folders, likely)
+    with running(plain, queue=64) as off, running(speculating, queue=64) as on:
+        other = on.url.replace("127.0.0.1", "localhost")  # as a router's address, it is not that of the metrics
+        assert found.certify("--url", other, "--without-url", off.url, "--metrics-url", on.url) == 0
+        for wrong, said in ((), "give --without-url, too"), (("--without-url", other), "both are the same server"):
+            assert found.certify("--url", other, *wrong) == 2
+            assert said in capsys.readouterr().err
+    assert found.started == []
+    assert found.report["lines"][0] == "lossless: auto; greedy"
+    assert "accepted; recommended: width auto" in found.report["lines"][2]
+    assert found.report["servers"]["auto"]["url"] == other
+    assert found.report["environment"]["hardware"] is None
+
+
 @pytest.mark.thorough
 def test_one_server_runs_at_a_time_where_they_do_not_fit_together(site: MakeSite) -> None:
     found = site()

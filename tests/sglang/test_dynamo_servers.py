@@ -16,10 +16,18 @@ from typing import NamedTuple
 import pytest
 
 from dflash_serve import LLM, SamplingParams
+from dflash_serve.adapter.launch import running_server
+from dflash_serve.adapter.registry import EMBEDDED, backend
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.prometheus import Samples
+from dflash_serve.common.store import Store
+from dflash_serve.deployment.description import Hardware
+from dflash_serve.doctor.evidence import interview
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import total
+from dflash_serve.verify.questions import VerifyPlan
+from dflash_serve.verify.subjects import two_servers
+from dflash_serve.verify.verification import Verification
 from tests.support.dynamo_servers import (
     DynamoWorker,
     running_frontend,
@@ -28,7 +36,7 @@ from tests.support.dynamo_servers import (
 )
 from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import word_problems
-from tests.support.sglang_server import Server, gigabytes, kill, smollm2
+from tests.support.sglang_server import PATIENCE, Server, gigabytes, kill, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -38,6 +46,9 @@ CHATS = word_problems(4)
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
 LONG = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+BRIEFLY = VerifyPlan(
+    prompts=2, prompts_sha256="", max_tokens=24, samples=0, penalties=False, long_tokens=48, dtype="float32"
+)
 MOVED = "dynamo_frontend_model_migration_total"
 
 
@@ -89,6 +100,21 @@ def test_dynamo_answers_and_accepts_as_one_engine_does(dynamo: Dynamo) -> None:
     print(f"Dynamo, two workers: {memory:.1f} GB, acceptance {found.acceptance_length}; {reference.acceptance_length}")
     assert found.acceptance_length == pytest.approx(reference.acceptance_length, rel=0.02)
     assert None not in found.survival(), "slots are counted, too"
+
+
+def test_verify_and_the_doctor_look_through_the_frontend(dynamo: Dynamo, tmp_path: Path) -> None:
+    """Against the embedded engine without a drafter; the workers' acceptance comes from their metrics."""
+    hardware = Hardware(dtype="float32")  # as the workers
+    alone = smollm2("off").model_copy(update={"drafter": None, "hardware": hardware})
+    with running_server(backend(EMBEDDED), alone, tmp_path, patience=PATIENCE) as url:
+        pair = two_servers(dynamo.frontend, Endpoint(url))
+        found = Verification(BRIEFLY, CHATS[:2], pair, Store(None, {})).run()
+    assert (found.faults, found.verdict, found.unit) == ({}, "lossless", "tokens")
+    told = interview(dynamo.frontend, CHATS, GREEDY, 8)
+    print(f"Dynamo: verify τ {found.acceptance_length}, doctor τ {told.observation.acceptance_length}")
+    assert told.engine == "SGLang with dflash-serve"
+    assert told.observation.each is not None
+    assert all((one.acceptance_length or 0) > 1 for one in told.observation.each)
 
 
 def test_streams_of_a_killed_worker_go_on_at_the_other_one(dynamo: Dynamo) -> None:

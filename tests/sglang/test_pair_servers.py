@@ -3,7 +3,7 @@
 No token changes and no acceptance is lost; a client that hangs up frees all servers; a server that is killed costs no
 answer, and a half that starts again serves again; a prefill half without the drafter is refused.
 
-Six servers start, two at a time, and at most three run, of 3 GB each: `make test-distributed`, which shows the figures.
+Seven servers start, two at a time, and at most three run, of 3 GB each: `make test-distributed`, which shows figures.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import MetricsSource, read_acceptance
 from dflash_serve.common.processes import free_port
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from tests.support.fleet import Fleet, ahead, fleet
@@ -39,8 +40,8 @@ CHATS = word_problems(4)
 PROMPTS = ["".join(f"{one['content']}\n" for one in chat) for chat in CHATS]
 STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
 LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-PREFILL, MEETING = free_port(), free_port()
-"""Ports of the prefill half: one that starts again has them, too."""
+PREFILL, DECODE, MEETING = free_port(), free_port(), free_port()
+"""Ports of the halves, and the one where they meet: a half that starts again has them, too."""
 MEETING_OF_BARE = free_port()
 
 
@@ -72,7 +73,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "first": (smollm2(8), OnCpu(env=FORKED)),
         "second": (smollm2(8), OnCpu(env=FORKED, port=free_port())),
         "prefill": half(smollm2(8), "prefill", MEETING, PREFILL),
-        "decode": half(smollm2(8), "decode", MEETING),
+        "decode": half(smollm2(8), "decode", MEETING, DECODE),
         # a prefill half keeps a request that the other half refused for 300 s, and the router waits for both
         "bare": half(bare, "prefill", MEETING_OF_BARE, SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT="5"),
     }
@@ -82,8 +83,9 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
-    """A prefill half at the address of the first one."""
-    wanted = {"again": half(smollm2(8), "prefill", MEETING, PREFILL)}
+    """Halves at the addresses of the first ones."""
+    ports = {"prefill": PREFILL, "decode": DECODE}
+    wanted = {role: half(smollm2(8), role, MEETING, port) for role, port in ports.items()}
     with fleet(serving, tmp_path_factory.mktemp("replacements"), wanted, ahead=0) as running:
         yield running
 
@@ -166,24 +168,46 @@ def test_a_pair_refuses_in_one_line_what_it_cannot_answer(pair: Server, fields: 
     assert said in refused.value.read().decode()
 
 
-def test_a_half_that_starts_again_serves_again_and_one_without_the_drafter_is_refused_meanwhile(
+def test_a_prefill_half_that_starts_again_serves_again_and_one_without_the_drafter_is_refused_meanwhile(
     servers: Fleet[Server], replacements: Fleet[Server], pair: Server, whole: Answers, tmp_path: Path
 ) -> None:
     kill("--port", str(PREFILL))
     servers["prefill"].left.set()
-    again, bare, decode = replacements["again"].ready, servers["bare"].ready.result(), servers["decode"].ready.result()
+    again, decode = replacements["prefill"].ready, servers["decode"].ready.result()
+    bare = servers["bare"].ready.result()
     said = f"the prefill half at 127.0.0.1:{MEETING_OF_BARE} runs no drafter, this decode half DFLASH"
     with router_of_a_pair(bare.url, MEETING_OF_BARE, decode.url, tmp_path / "log") as url:
         assert said in _answered(Server(url, tmp_path))
     assert said in Path(decode.folder, "server.log").read_text()
     servers["bare"].left.set()
     again.result()
+    _wait_for_answers(pair, "prefill")
+    assert Answers.of(pair, decode.url) == whole
+
+
+def test_a_decode_half_that_is_killed_ends_its_stream_with_an_error_and_serves_again_when_it_starts_again(
+    servers: Fleet[Server], replacements: Fleet[Server], pair: Server, whole: Answers
+) -> None:
+    decode = servers["decode"].ready.result()
+    with ThreadPoolExecutor(1) as pool:
+        cut = pool.submit(Endpoint(pair.url).complete, STORY, LONG, {"stream": True})
+        assert decode.settled("sglang:num_running_reqs", 1)
+        kill("--port", str(DECODE))
+        with pytest.raises(UserError) as refused:
+            cut.result()
+    print(f"pair, decode half killed: its stream ends with {refused.value}")
+    servers["decode"].left.set()
+    again = replacements["decode"].ready.result()
+    _wait_for_answers(pair, "decode")
+    assert Answers.of(pair, again.url) == whole
+
+
+def _wait_for_answers(pair: Server, killed: str) -> None:
     ready = time.monotonic()
     while "output_ids" not in _answered(pair):
         assert time.monotonic() < ready + 300
         time.sleep(1)
-    print(f"pair, prefill half killed: answers {time.monotonic() - ready:.1f} s after a new one is ready")
-    assert Answers.of(pair, decode.url) == whole
+    print(f"pair, {killed} half killed: answers {time.monotonic() - ready:.1f} s after a new one is ready")
 
 
 def _answered(pair: Server) -> str:

@@ -81,12 +81,13 @@ def test_a_running_server_is_named_by_url_in_every_verb() -> None:
     }
     assert {verb: found for verb, found in named.items() if found} == {
         "bench": [["--url"]],
+        "certify": [["--url"]],
         "doctor": [["--url"]],
         "top": [["--url"]],
         "verify": [["--url"]],
     }
     with_metrics = [verb for verb in VERBS if "--metrics-url" in options_of(verb)]
-    assert with_metrics == ["bench", "doctor", "top", "verify"]
+    assert with_metrics == ["bench", "certify", "doctor", "top", "verify"]
     assert {options_of(verb)["--metrics-url"].multiple for verb in with_metrics} == {True}
 
 
