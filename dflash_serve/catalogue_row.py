@@ -53,8 +53,8 @@ def row(folder: Path, repository: str = OTHER, target: str = OTHER) -> tuple[Cat
     """
     raw = load_object(folder / "config.json")
     with _whole(folder) as whole:
-        known = catalogued_drafter(repository)
-        checkpoint = open_checkpoint(whole, block_size=known.block_size if known else None)
+        published = catalogued_drafter(repository)
+        checkpoint = open_checkpoint(whole, block_size=published.block_size if published else None)
     config = checkpoint.config
     problems = [problem.what for problem in checkpoint.problems]
     unread = problems[0] if config is None and problems else None

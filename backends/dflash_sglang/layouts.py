@@ -68,14 +68,14 @@ def is_known_as_published(checkpoint: Checkpoint | None) -> bool:
         return False
     config, raw = checkpoint.config, read_object(checkpoint.folder / "config.json", []) or {}
     section, declared, ids = raw.get("dflash_config"), raw.get(IN_CONFIG), list(config.target_layer_ids)
-    inner = section if isinstance(section, dict) else {}
+    inner, named = section if isinstance(section, dict) else {}, raw.get("architectures")
     sliding = [kind == SLIDING for kind in types] if isinstance(types := raw.get("layer_types"), list) else []
     signs = (
         isinstance(declared, dict) and declared.get("quant_algo") == WEIGHTS_ALONE,
         (raw.get("has_embed_tokens"), raw.get("has_lm_head") or False) == (True, False),
         inner.get("sample_from_anchor", raw.get("sample_from_anchor")) is False,
         raw.get(AUX_IDS) == [index + 1 for index in ids] and ids == sorted(set(ids)),
-        {"DFlashDraftModel", "Qwen3DSparkModel"} & {*map(str, raw.get("architectures") or ())},
+        isinstance(named, list) and any(one in named for one in ("DFlashDraftModel", "Qwen3DSparkModel")),
         sliding == [kind.window is not None for kind in config.layers] == [kind.causal for kind in config.layers],
         config.selector is None and config.convolution is None and config.slots == "fill-in",
     )

@@ -149,7 +149,8 @@ def _turned_back(scheme: Scheme, leaves: Mapping[str, Tensor]) -> QuantizedTenso
 
 
 def _in_awq_order(rows: Tensor) -> Tensor:
-    return rows.unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
+    found: Tensor = rows.unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
+    return found
 
 
 def stored_tensors(scheme: Scheme, weight: QuantizedTensor) -> dict[str, Tensor]:

@@ -76,7 +76,11 @@ def main() -> None:
     # A vocabulary is padded to a multiple of 64.
     same = {name: name in parameters and torch.equal(parameters[name][: len(one)], one) for name, one in wanted.items()}
     rope = model.model.layers[0].self_attn.rotary_emb
-    told = {"class": type(model).__name__, "same": same, "others": sorted(parameters.keys() - wanted.keys())}
+    told: dict[str, Any] = {
+        "class": type(model).__name__,
+        "same": same,
+        "others": sorted(parameters.keys() - wanted.keys()),
+    }
     told |= {"scale": model.model.layers[0].self_attn.scale, "mscale": 0.1 * log(32) + 1}
     told["rope"] = [type(rope).__name__, rope.head_size, rope.is_neox_style]
     print(json.dumps(told))

@@ -19,6 +19,7 @@ from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.models.drafter import Drafter
+from dflash_sglang import SGLangBackend
 from dflash_vllm import VLLMBackend
 from tests.support.latent import BLOCK_SIZE, write_latent_drafter
 from tests.support.tiny import edit_json
@@ -125,7 +126,7 @@ def test_others_say_in_one_line_that_they_have_no_such_drafters(tmp_path: Path) 
     whys = {name: checkpoint_verdict(backend(name), checkpoint, "qwen3").why for name in ("torch", "sglang")}
     assert whys["torch"] == "latent attention (MLA), which the embedded engine and training have not"
     assert whys["sglang"] == "latent attention (MLA) in a drafter, of which SGLang 0.5.23 has no class"
-    problems = backend("sglang").launch(deployment).problems
+    problems = SGLangBackend().launch(deployment).problems
     assert any("has no class" in problem.what for problem in problems)
     assert checkpoint.config is not None
     with pytest.raises(UserError, match="latent attention"):

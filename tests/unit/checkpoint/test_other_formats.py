@@ -73,7 +73,7 @@ def turned(
 
 
 def gptq(rows: int, columns: int, **more: Any) -> Stored:
-    given = {"bits": 4, "less_one": True, "symmetric": True, "desc_act": False}
+    given: dict[str, Any] = {"bits": 4, "less_one": True, "symmetric": True, "desc_act": False}
     return turned(rows, columns, places=None, **{**given, **more})
 
 
