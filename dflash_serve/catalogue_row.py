@@ -21,7 +21,13 @@ from pathlib import Path
 
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapter.verdicts import rule
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter, DrafterSizes, Kind, catalogued_target
+from dflash_serve.checkpoint.catalogue import (
+    CataloguedDrafter,
+    DrafterSizes,
+    Kind,
+    catalogued_drafter,
+    catalogued_target,
+)
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.files import QUANT_CONFIG, load_object
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
@@ -47,7 +53,8 @@ def row(folder: Path, repository: str = OTHER, target: str = OTHER) -> tuple[Cat
     """
     raw = load_object(folder / "config.json")
     with _whole(folder) as whole:
-        checkpoint = open_checkpoint(whole)
+        published = catalogued_drafter(repository)
+        checkpoint = open_checkpoint(whole, block_size=published.block_size if published else None)
     config = checkpoint.config
     problems = [problem.what for problem in checkpoint.problems]
     unread = problems[0] if config is None and problems else None

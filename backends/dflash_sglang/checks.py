@@ -40,10 +40,11 @@ from .settings import (
     DSPARK,
     HOST_RESERVE,
     KEEP_ON_DECODE,
+    SINK_COMPUTE,
+    SINK_KERNELS,
     TRANSFER,
     WITH_SINKS,
     SGLangSettings,
-    draft_kernels,
     head_problems,
 )
 
@@ -124,8 +125,14 @@ def _drafter_problems(settings: SGLangSettings, drafter: DrafterConfig) -> Itera
 
 
 def _sinks(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem]:
-    kernels = settings.in_effect.get(DRAFT_KERNELS) or (draft_kernels(settings.gpu) if settings.gpu else None)
-    if drafter.attention_sinks and kernels not in WITH_SINKS:
+    kernels, gpu = settings.in_effect.get(DRAFT_KERNELS) or settings.draft_kernels, settings.gpu
+    published = settings.is_as_published and drafter.attention_sinks
+    if published and (kernels != SINK_KERNELS or (gpu is not None and gpu.compute < SINK_COMPUTE)):
+        have = f"not {kernels}" if kernels != SINK_KERNELS else f"which {gpu.name if gpu else 'this GPU'} does not run"
+        what = f"the attention sinks of this form need SGLang's {SINK_KERNELS}, {have}"
+        do = "`dflash-serve convert --to deepspec --layout compressed-tensors` writes a form for other kernels"
+        yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", do)
+    elif drafter.attention_sinks and kernels not in WITH_SINKS:
         what = f"attention sinks, which SGLang's attention has in {', '.join(WITH_SINKS)}, not in {kernels or 'all'}"
         yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", "name one of these, or hardware.gpu")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dflash_serve.adapter.launch import DRAFT, SECRETS, DraftForm
+from dflash_serve.adapter.launch import SECRETS, DraftForm
 from dflash_serve.adapter.protocol import Choice, Command
 from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment.gpus import GIB
@@ -26,7 +26,6 @@ from .settings import (
     WIDTH_VARIABLE,
     SGLangSettings,
     dialect_of,
-    draft_kernels,
 )
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
@@ -109,7 +108,7 @@ class SGLangLaunch(SGLangSettings):
             yield Choice("hardware.gpu", "not named", "memory is not checked, and SGLang chooses the attention kernels")
         elif self.algorithm is not None and DRAFT_KERNELS not in self.given:
             why = f"what serves DFlash on {gpu.name}; SGLang chooses the target's by model"
-            yield Choice("the drafter's attention", draft_kernels(gpu) or "SGLang's choice", why)
+            yield Choice("the drafter's attention", self.draft_kernels or "SGLang's choice", why)
         if self.is_half and TRANSFER not in self.given and self.transfer is None:
             why = "SGLang's own, over RDMA; mooncake_tcp needs none, nixl is the other; the same on both halves"
             yield Choice("pair.transfer", "mooncake", why)
@@ -118,6 +117,11 @@ class SGLangLaunch(SGLangSettings):
 
     def _notes(self) -> Iterator[str]:
         """Limits that no key of the deployment mentions."""
+        if self.is_as_published:
+            yield (
+                "SGLang is given the drafter's folder as it was published, and verifies whole blocks: its class loaded "
+                "this form on a CPU, and was not run with it"
+            )
         if self.algorithm == DSPARK:
             yield "SGLang's own DSPARK serves it: our plug-in counts no slots there, and refuses penalties and min_p"
         elif self.drafter is not None and self.width is None:
@@ -226,7 +230,7 @@ class SGLangLaunch(SGLangSettings):
         if self.algorithm is None:
             return
         yield "--speculative-algorithm", self.algorithm
-        yield "--speculative-draft-model-path", str(folder / DRAFT)
+        yield "--speculative-draft-model-path", str(self.draft_folder(folder))
         yield "--speculative-num-draft-tokens", str(self.block_size)
         if self.algorithm == DSPARK and self.block_size is not None:
             yield "--speculative-dspark-block-size", str(self.block_size - 1)
@@ -241,7 +245,7 @@ class SGLangLaunch(SGLangSettings):
             yield "--sampling-defaults", "openai"
         if self.deployment.speculation.draft_window is not None:
             yield "--speculative-draft-window-size", str(self.deployment.speculation.draft_window)
-        kernels = draft_kernels(self.gpu) if self.gpu is not None else None
+        kernels = self.draft_kernels
         if kernels is not None and DRAFT_KERNELS not in self.given:
             yield f"--{DRAFT_KERNELS}", kernels
 

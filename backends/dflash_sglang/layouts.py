@@ -19,6 +19,8 @@ from dflash_serve.adapter.draft_layouts import (
     layout_problems,
     slice_problems,
 )
+from dflash_serve.checkpoint.config import SLIDING
+from dflash_serve.checkpoint.files import IN_CONFIG, read_object
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.storage import Format, Scheme
 from dflash_serve.errors import Problem
@@ -44,6 +46,8 @@ MODELOPT: Mapping[Format, str] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_fp4"
 MARLIN: Mapping[Format, Grid] = {"w4a16": Grid(64, 128), "w8a16": Grid(64, 128)}
 """Tiles of the one kernel that SGLang has for these (`verify_marlin_supports_shape`), whose answer it does not heed."""
 UNQUANTISED = "unquant"
+WEIGHTS_ALONE, AUX_IDS = "W4A16_NVFP4", "eagle_aux_hidden_state_layer_ids"
+"""By which SGLang knows NVIDIA's drafters of Nemotron 3.5: a value of `quant_algo`, and a key of config.json."""
 
 
 def method_of(checkpoint: Checkpoint | None) -> str:
@@ -52,6 +56,30 @@ def method_of(checkpoint: Checkpoint | None) -> str:
     if quantization is None:
         return UNQUANTISED
     return MODELOPT[quantization.format] if quantization.layout == "modelopt" else METHODS[quantization.layout]
+
+
+def is_known_as_published(checkpoint: Checkpoint | None) -> bool:
+    """SGLang has code for this very form: NVIDIA's drafters of Nemotron 3.5 (`is_nemotron_35_draft_config`).
+
+    It then takes their copy of the embedding, and `fc` and the Markov head as they are quantised, and hands out the
+    target's features in the order of its layers. It needs windows and causality in z-lab's keys.
+    """
+    if checkpoint is None or checkpoint.config is None or checkpoint.quantization is None:
+        return False
+    config, raw = checkpoint.config, read_object(checkpoint.folder / "config.json", []) or {}
+    section, declared, ids = raw.get("dflash_config"), raw.get(IN_CONFIG), list(config.target_layer_ids)
+    inner, named = section if isinstance(section, dict) else {}, raw.get("architectures")
+    sliding = [kind == SLIDING for kind in types] if isinstance(types := raw.get("layer_types"), list) else []
+    signs = (
+        isinstance(declared, dict) and declared.get("quant_algo") == WEIGHTS_ALONE,
+        (raw.get("has_embed_tokens"), raw.get("has_lm_head") or False) == (True, False),
+        inner.get("sample_from_anchor", raw.get("sample_from_anchor")) is False,
+        raw.get(AUX_IDS) == [index + 1 for index in ids] and ids == sorted(set(ids)),
+        isinstance(named, list) and any(one in named for one in ("DFlashDraftModel", "Qwen3DSparkModel")),
+        sliding == [kind.window is not None for kind in config.layers] == [kind.causal for kind in config.layers],
+        config.selector is None and config.convolution is None and config.slots == "fill-in",
+    )
+    return all(signs) and {one.layout for one in checkpoint.quantised.values()} == {"modelopt"}
 
 
 def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) -> Iterator[Problem]:
@@ -73,6 +101,8 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
         yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it")
     yield from input_scale_problems(checkpoint, FACTS.title, where)
     yield from slice_problems(checkpoint, devices, FACTS.title, MARLIN)
+    if is_known_as_published(checkpoint):
+        return
     dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
     if dense is not None:
         yield Problem(f"{dense} is quantised, and SGLang's is dense", where, "`dflash-serve convert` writes it in bf16")

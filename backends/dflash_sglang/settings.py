@@ -16,6 +16,7 @@ from dflash_serve.deployment.gpus import GIB, Gpu
 from dflash_serve.errors import Problem, UserError
 
 from .facts import FACTS
+from .layouts import is_known_as_published
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
 """SGLang's names of its algorithms. Where a width is asked for, our plug-in gives DFLASH another worker."""
@@ -31,6 +32,8 @@ WIDTH_BYTES = GIB  # attention workspace and CUDA graphs of another width than B
 TRANSFER = "disaggregation-transfer-backend"  # SGLang's flag: the way of K/V from one half of a pair to the other
 BACKUP = "disaggregation-decode-retraction-backup"  # SGLang's flag: the place of a retracted request's K/V
 DRAFT_KERNELS = "speculative-draft-attention-backend"  # SGLang's flag
+SINK_KERNELS, SINK_COMPUTE = "trtllm_mha", 90
+"""Kernels of the published form of Nemotron 3.5's sinks, and the least compute capability that runs them."""
 WITH_SINKS = ("fa3", "fa4", "triton", "trtllm_mha")  # its kernels that take attention sinks (srt/layers/attention)
 KEEP_ON_DECODE = "disaggregation-decode-enable-radix-cache"  # SGLang's flag
 OFFLOAD = "disaggregation-decode-enable-offload-kvcache"  # SGLang's flag
@@ -56,6 +59,9 @@ def dialect_of(heads: Heads) -> str:
 def head_problems(heads: Heads) -> Iterator[Problem]:
     """Heads that SGLang would refuse late, or silently leave out."""
     other = "use --backend torch"
+    if heads.latent is not None:
+        what = "latent attention (MLA) in a drafter, of which SGLang 0.5.23 has no class"
+        yield Problem(what, "drafter.model", "use --backend vllm, or a drafter with grouped-query attention")
     if heads.draft_vocabulary is not None:
         what = "a reduced draft vocabulary: SGLang would skip d2t and lm_head and draft through the target's head"
         do = f"convert it (`dflash-serve convert --full-vocabulary --target ...`), or {other}"
@@ -116,6 +122,20 @@ class SGLangSettings(EngineLaunch):
     alike = ALIKE
 
     @property
+    def is_as_published(self) -> bool:
+        return is_known_as_published(self.checkpoint)
+
+    @property
+    def draft_kernels(self) -> str | None:
+        """SGLang's name of the drafter's attention kernels; None = SGLang's own choice.
+
+        For the published form of Nemotron 3.5's sinks it takes no others than `trtllm_mha` (models/dflash.py).
+        """
+        if self.drafter is not None and self.drafter.attention_sinks and self.is_as_published:
+            return SINK_KERNELS
+        return draft_kernels(self.gpu) if self.gpu is not None else None
+
+    @property
     def algorithm(self) -> str | None:
         """DSPARK with a Markov head, else DFLASH, which finds DFlash2 by its architecture; None without speculation."""
         if self.drafter is None:
@@ -129,6 +149,7 @@ class SGLangSettings(EngineLaunch):
             return None
         parts = {
             f"a {self.drafter.family} drafter": self.drafter.markov is not None,
+            "a drafter of Nemotron 3.5": self.is_as_published,
             "one half of a disaggregated pair": self.is_half,
             "recurrent layers in the target": self.target.recurrent
             and not self.target.shape.model_type.startswith(ANY_WIDTH),

@@ -142,6 +142,9 @@ def _kv_dtype(settings: TensorRTLLMSettings) -> Iterator[Problem]:
 def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
     """Heads that a release of TensorRT-LLM does not run; no release has d2t."""
     other = "use --backend torch or sglang"
+    if heads.latent is not None:
+        what = "latent attention (MLA) in a drafter, which dflash-serve does not launch on TensorRT-LLM"
+        yield Problem(what, "drafter", "use --backend vllm, or TensorRT-LLM's own command (TensorRT-LLM#19040)")
     if is_dspark(heads) and release < FROM_1_4:
         what = f"{heads.words}: TensorRT-LLM {release} has no DSpark drafter in a folder of its own"
         yield Problem(what, "drafter", f"install TensorRT-LLM 1.4, or {other}")

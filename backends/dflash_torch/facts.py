@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dflash_serve.adapter.counters import LINES, read_slot_counters, where_absent
 from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal
 from dflash_serve.adapter.refusals import deployment_keys
-from dflash_serve.checkpoint.config import WITHOUT_SINKS, Heads
+from dflash_serve.checkpoint.config import Heads
 from dflash_serve.common.prometheus import Scrape, gauge, rate
 from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -105,5 +105,6 @@ FACTS = EngineFacts(
 
 def head_problems(heads: Heads) -> Iterator[Problem]:
     """Heads that the embedded engine does not run."""
-    if heads.attention_sinks:
-        yield Problem(WITHOUT_SINKS, "drafter.model", "use --backend sglang or vllm")
+    if heads.not_embedded is not None:
+        other = "vllm" if heads.latent else "sglang or vllm"
+        yield Problem(heads.not_embedded, "drafter.model", f"use --backend {other}")

@@ -310,8 +310,8 @@ class EmbeddedLaunch(Launch):
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """The drafter's; None = the deployment names none."""
-        drafter = self.deployment.drafter
-        return None if drafter is None else open_checkpoint(drafter.model, drafter.revision)
+        drafter, block_size = self.deployment.drafter, self.deployment.speculation.block_size
+        return None if drafter is None else open_checkpoint(drafter.model, drafter.revision, block_size=block_size)
 
     @property
     def drafter(self) -> DrafterConfig | None:

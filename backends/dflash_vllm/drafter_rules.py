@@ -1,8 +1,9 @@
 """Drafters on vLLM: the method and dialect of each kind, and those that vLLM refuses late or silently serves wrongly.
 
 `models/qwen3_dflash.py` serves plain drafters and `d2t`, `qwen3_dflash2.py` convolutions and a selector, and
-`qwen3_dspark.py` a vanilla Markov head, both slot conventions and `d2t`; the last two need the V2 model runner, which
-needs a GPU. vLLM 0.32 and 0.33 come up healthy with every drafter that is refused here.
+`qwen3_dspark.py` a vanilla Markov head, both slot conventions and `d2t`; `models/kimi_k3/nvidia/dspark_mla.py` serves a
+vanilla Markov head on latent attention. All but plain drafters need the V2 model runner, which needs a GPU. vLLM 0.32
+and 0.33 come up healthy with every drafter that is refused here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def method_of(heads: Heads) -> str:
 
 
 def dialect_of(heads: Heads) -> str:
-    """Dialect of the draft folder: only speculators' has words for `d2t`; dspark reads DeepSpec's."""
+    """Dialect of the draft folder: only speculators' has words for `d2t`; dspark reads DeepSpec's, MLA has its own."""
+    if heads.latent is not None:
+        return "k3-dspark"
     if heads.draft_vocabulary is not None:
         return "speculators"
     return "zlab" if heads.markov is None else "deepspec"
@@ -78,6 +81,9 @@ def _unknown_heads(heads: Heads) -> Iterator[tuple[str, str]]:
     known = "vLLM 0.32 and 0.33"
     if heads.markov is not None and heads.markov.kind != "vanilla":
         yield f"a {heads.markov.kind} Markov head: {known} have vanilla ones only", OTHERS
+    if heads.latent is not None and (heads.markov is None or heads.draft_vocabulary or heads.attention_sinks):
+        what = "latent attention (MLA) without a Markov head, with a reduced vocabulary or with sinks"
+        yield f"{what}: {known} have it in K3DSparkModel alone", "use a drafter with grouped-query attention"
     if heads.markov is not None and heads.convolution is not None:
         yield f"convolutions beside a Markov head, which no model of {known} has", TORCH
     elif (heads.convolution is None) != (heads.selector is None):

@@ -100,7 +100,14 @@ def groupings(settings: VLLMSettings) -> tuple[Grouping, Grouping] | None:
     longest = longest or settings.target.shape.max_position_embeddings
     target = _target_layers(settings)
     others = settings.on_cpu or settings.is_half or bool(OTHERWISE & settings.given)
-    if drafter is None or settings.block_size is None or longest is None or target is None or others:
+    if (
+        drafter is None
+        or drafter.latent is not None
+        or settings.block_size is None
+        or longest is None
+        or target is None
+        or others
+    ):
         return None
     heads = max(1, drafter.num_key_value_heads // settings.deployment.parallel.tensor)
     drafts = [Layer(heads, drafter.head_dim, window=kind.window) for kind in drafter.layers]

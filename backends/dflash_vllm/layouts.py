@@ -70,3 +70,6 @@ def storage_problems(
         what = f"vLLM runs {quantization.words} in bfloat16 and float16 only"
         yield Problem(what, "hardware.dtype", "use bfloat16, or `dflash-serve convert --dequantise` the drafter")
     yield from input_scale_problems(checkpoint, FACTS.title, where)
+    head = next((module for module in checkpoint.quantised if module.startswith("markov_head.")), None)
+    if head is not None:
+        yield Problem(f"{head} is quantised, and vLLM's is dense", where, "`dflash-serve convert` writes it in bf16")

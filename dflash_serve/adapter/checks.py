@@ -189,7 +189,9 @@ def attention_head_problems(target: TargetLayout, drafter: DrafterConfig | None,
     """Heads are split over devices; K/V heads are split, or repeated where there are more devices than heads."""
     shapes = [("target.model", target.attention_heads, 1 if target.latent else target.kv_heads)]
     if drafter is not None:
-        shapes.append(("drafter.model", drafter.num_attention_heads, drafter.num_key_value_heads))
+        shapes.append(
+            ("drafter.model", drafter.num_attention_heads, 1 if drafter.latent else drafter.num_key_value_heads)
+        )
     for where, heads, kv_heads in shapes:
         if heads % tensor:
             what = f"{heads} attention heads cannot be split over {tensor} devices"

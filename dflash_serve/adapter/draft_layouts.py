@@ -63,7 +63,9 @@ def stored_bytes(checkpoint: Checkpoint | None, config: DrafterConfig) -> int:
 
 def with_pieces(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint that `read_config` gave; a quantised one with its tensors, whose bytes and formats are asked for."""
-    return checkpoint if checkpoint.quantization is None else open_checkpoint(checkpoint.folder)
+    if checkpoint.quantization is None:
+        return checkpoint
+    return open_checkpoint(checkpoint.folder, block_size=checkpoint.config.block_size if checkpoint.config else None)
 
 
 def product_formats(checkpoint: Checkpoint) -> dict[str, Format]:
@@ -141,8 +143,10 @@ def layers_differ(checkpoint: Checkpoint | None, title: str, where: str) -> Iter
 def input_scale_problems(checkpoint: Checkpoint, title: str, where: str) -> Iterator[Problem]:
     """The problem of a ModelOpt product with a scale of the tensor and none of its activations.
 
-    SGLang fills it by the least number there is, and every product is 0 (modelopt_quant.py).
+    SGLang fills it by the least number there is, and every product is 0 (modelopt_quant.py). `W4A16_NVFP4` needs none.
     """
+    if checkpoint.quantization is not None and checkpoint.quantization.weights_alone:
+        return
     for module, scheme in checkpoint.quantised.items():
         read = scheme.layout == "modelopt" and scheme.strategy == "tensor"
         if read and f"{module}.input_scale" not in checkpoint.pieces:

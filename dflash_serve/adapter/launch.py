@@ -131,7 +131,8 @@ class EngineLaunch(Launch):
             described, deployment = deployment, half_of(deployment, deployment.role)
         checkpoint = None
         if uses_drafter(deployment) and deployment.drafter is not None:
-            checkpoint = open_checkpoint(drafter_source(deployment.drafter.model), deployment.drafter.revision)
+            source, block_size = drafter_source(deployment.drafter.model), deployment.speculation.block_size
+            checkpoint = open_checkpoint(source, deployment.drafter.revision, block_size=block_size)
         target = read_target_layout(target_configuration(deployment.target), deployment.target)
         drafter = None if checkpoint is None or checkpoint.config is None else in_layer_order(checkpoint.config)
         return cls(deployment=deployment, target=target, drafter=drafter, checkpoint=checkpoint, described=described)
@@ -174,6 +175,21 @@ class EngineLaunch(Launch):
             if name.startswith("no-"):
                 flags[name.removeprefix("no-")] = True
         return flags
+
+    @property
+    def is_as_published(self) -> bool:
+        """The engine reads the drafter's folder as it was published; else one that `prepare` writes."""
+        return False
+
+    def draft_folder(self, folder: Path) -> Path:
+        """The drafter's folder that the engine reads.
+
+        Args:
+            folder: the prepared one.
+        """
+        if self.is_as_published and self.checkpoint is not None:
+            return self.checkpoint.folder.resolve()
+        return folder / DRAFT
 
     @property
     def block_size(self) -> int | None:
@@ -222,11 +238,18 @@ class EngineLaunch(Launch):
         if self.drafter is not None:
             # A recurrent state cannot be cut back to what was accepted: engines keep one for every slot, too.
             states += self.block_size or 0
-            drafter = stored_bytes(self.checkpoint, self.drafter) // split
-            token += context_bytes(self.drafter) // min(split, self.drafter.num_key_value_heads)
+            drafter = self._drafter_bytes(self.drafter) // split
+            token += context_bytes(self.drafter) // self.drafter.kv_split(split)
         windows += states * self.target.state_bytes // split
         weights = self.target.weight_bytes // self.deployment.parallel.tensor
         return MemoryEstimate(self.gpu.memory, weights, drafter, token, windows, self.running_bytes)
+
+    def _drafter_bytes(self, drafter: DrafterConfig) -> int:
+        """Bytes of its weights; those of a copy of the target's embedding count where the engine keeps the copy."""
+        found = stored_bytes(self.checkpoint, drafter)
+        if self.is_as_published and self.checkpoint is not None:
+            found += sum(one.bytes for name, one in self.checkpoint.headers.items() if name in self.checkpoint.copies)
+        return found
 
     @property
     def is_half(self) -> bool:
@@ -338,7 +361,7 @@ class EngineLaunch(Launch):
         raise_problems(changed_files(self.deployment))
         folder = folder.resolve()
         files = [*self._own_files(folder), *self._shared_files()]
-        if self.drafter is not None:
+        if self.drafter is not None and not self.is_as_published:
             self._write_draft(folder / DRAFT)
         for file in files:
             if file.text is not None:
@@ -354,7 +377,7 @@ class EngineLaunch(Launch):
 
     def _draft_files(self) -> Iterator[PreparedFile]:
         """Files of the drafter, as a dry run shows them."""
-        if self.drafter is None or self.checkpoint is None:
+        if self.drafter is None or self.checkpoint is None or self.is_as_published:
             return
         form = self._draft_form(self.drafter)
         typed = {} if form.dtype is None else {"dtype": form.dtype, "torch_dtype": form.dtype}

@@ -1,7 +1,8 @@
 """Neutral description of a DFlash drafter, independent of the dialect of its checkpoint, with its tensors' shapes.
 
 `Heads` are the parts beyond plain DFlash: a Markov head and a confidence head (DSpark, arXiv 2607.05147), grouped
-convolutions and a candidate selector (DFlash2). Tensor names are z-lab's, and DeepSpec's for the DSpark heads.
+convolutions and a candidate selector (DFlash2). Tensor names are z-lab's, DeepSpec's for the DSpark heads, and those of
+DeepSeek-V3 in layers with latent attention (MLA).
 
 No torch: `inspect`, the engine adapters and the chart read drafters on machines without it.
 """
@@ -53,6 +54,24 @@ class SelectorConfig(Frozen):
     top_k: PositiveInt  # candidates of a slot
 
 
+class LatentConfig(Frozen):
+    """Latent attention (MLA, DeepSeek-V2): low-rank queries, and one vector a token for keys and values of all heads.
+
+    Names are those of DeepSeek-V3's config.json.
+    """
+
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt  # of the vector of which keys without RoPE, and values, are made
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt  # of the part of a key that RoPE turns, which all heads share
+    v_head_dim: PositiveInt
+
+    @property
+    def width(self) -> int:
+        """Numbers that a layer's cache keeps of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
 class Heads(Frozen):
     """Parts of a drafter beyond plain DFlash; None = absent. Plain DFlash has none of them."""
 
@@ -65,6 +84,15 @@ class Heads(Frozen):
     selector: SelectorConfig | None = None
     attention_sinks: bool = False
     """Each head of a layer has a logit of its own in the softmax, which takes weight and gives no value."""
+    latent: LatentConfig | None = None
+    """Attention of all layers; None = grouped-query attention."""
+
+    @property
+    def not_embedded(self) -> str | None:
+        """Part that engines have and the embedded engine and training have not; None = they have every part."""
+        parts = {"attention sinks": self.attention_sinks, "latent attention (MLA)": self.latent is not None}
+        found = next((part for part, is_there in parts.items() if is_there), None)
+        return None if found is None else f"{found}, which the embedded engine and training have not"
 
     @property
     def family(self) -> Literal["DFlash", "DFlash2", "DSpark"]:
@@ -89,11 +117,11 @@ class Heads(Frozen):
         parts += [f"convolutions of {self.convolution.taps} taps"] if self.convolution else []
         parts += [f"selector among {self.selector.top_k}"] if self.selector else []
         parts += ["attention sinks"] if self.attention_sinks else []
+        parts += ["latent attention (MLA)"] if self.latent else []
         parts += [f"{self.draft_vocabulary:,} tokens"] if self.draft_vocabulary else []
         return ", ".join([*parts, *(["anchor-first slots"] if self.slots == "anchor-first" else [])])
 
 
-WITHOUT_SINKS = "attention sinks, which the embedded engine and training have not"
 PLAIN_DRAFTER = "use a plain DFlash drafter of the same target"
 BUILD = "take the bf16 drafter that it was made of; `dflash-serve build` quantises it, to INT8, W4A16, FP8 or NVFP4"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers in transformers' `layer_types`
@@ -191,6 +219,10 @@ class DrafterConfig(Heads, TransformerConfig):
         """Size of a context feature row, the input of `fc`: F chosen layers x H."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    def kv_split(self, devices: int) -> int:
+        """Parts of a token's K/V over devices: heads are repeated, not split further, and a latent vector is whole."""
+        return 1 if self.latent else min(devices, self.num_key_value_heads)
+
     def rows(self, block_size: int | None = None) -> int:
         """Input rows of a block that is served with `block_size` slots (None = the drafter's own)."""
         return (block_size or self.block_size) - 1 + self.first_row
@@ -204,6 +236,8 @@ def _contradictions(config: DrafterConfig) -> Iterator[str]:
         yield f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
     if config.block_size > config.max_position_embeddings:
         yield f"block_size {config.block_size} is more than max_position_embeddings {config.max_position_embeddings}"
+    if config.latent is not None and config.head_dim != config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim:
+        yield f"head_dim {config.head_dim} is not qk_nope_head_dim + qk_rope_head_dim"
     if heads % kv_heads:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     if depth is not None and max(config.target_layer_ids) >= depth:
@@ -254,6 +288,21 @@ def in_layer_order(config: DrafterConfig) -> DrafterConfig:
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
+def _latent_tensors(config: TransformerConfig, latent: LatentConfig, layer: str) -> TensorShapes:
+    """(name, shape) of every tensor of a layer with latent attention; its MLP and norms are those of any layer."""
+    heads, hidden, attention = config.num_attention_heads, config.hidden_size, f"{layer}.self_attn"
+    yield f"{attention}.q_a_proj.weight", (latent.q_lora_rank, hidden)
+    yield f"{attention}.q_a_layernorm.weight", (latent.q_lora_rank,)
+    yield f"{attention}.q_b_proj.weight", (heads * config.head_dim, latent.q_lora_rank)
+    yield f"{attention}.kv_a_proj_with_mqa.weight", (latent.width, hidden)
+    yield f"{attention}.kv_a_layernorm.weight", (latent.kv_lora_rank,)
+    each = latent.qk_nope_head_dim + latent.v_head_dim
+    yield f"{attention}.kv_b_proj.weight", (heads * each, latent.kv_lora_rank)
+    yield f"{attention}.o_proj.weight", (hidden, heads * latent.v_head_dim)
+    plain = layer_tensors(config, layer, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+    yield from ((name, shape) for name, shape in plain if ".self_attn." not in name)
+
+
 def layer_tensors(
     config: TransformerConfig, layer: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool, qk_norm: bool
 ) -> TensorShapes:
@@ -278,7 +327,7 @@ def layer_tensors(
 
 
 def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding or heads."""
+    """Name -> shape of every tensor, in z-lab's names: 11 L + 3, more with biases, a mask embedding, heads or MLA."""
     hidden, bias = config.hidden_size, config.attention_bias
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size),
@@ -289,7 +338,10 @@ def expected_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         shapes["mask_embedding"] = (hidden,)
     for index in range(config.num_layers):
         layer = f"layers.{index}"
-        shapes |= dict(layer_tensors(config, layer, qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True))
+        if config.latent is not None:
+            shapes |= dict(_latent_tensors(config, config.latent, layer))
+        else:
+            shapes |= dict(layer_tensors(config, layer, qkv_bias=bias, o_bias=bias, mlp_bias=False, qk_norm=True))
         if config.attention_sinks:
             shapes[f"{layer}.self_attn.attention_sink_bias"] = (config.num_attention_heads,)
     return shapes | _head_tensors(config)
@@ -331,5 +383,7 @@ def weight_bytes(config: DrafterConfig) -> int:
 
 def context_bytes(config: DrafterConfig, kv_heads: int | None = None) -> int:
     """Bytes of one context token's K and V in all layers, in bfloat16; `kv_heads`: of one device, None = all."""
+    if config.latent is not None:
+        return config.num_layers * config.latent.width * BF16
     heads = config.num_key_value_heads if kv_heads is None else kv_heads
     return 2 * config.num_layers * heads * config.head_dim * BF16

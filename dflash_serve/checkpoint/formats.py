@@ -4,7 +4,7 @@ FP8 (E4M3): w = q * s, with one s for the tensor, a row or a block; `quantize` t
 Integers: w = (q - z) * s, with one s for the tensor, a row or a group of neighbours along the input; z is often 0.
 NVFP4: 16 neighbours along the input share a scale b in E4M3, the tensor a scale g in fp32: w = q * b * g, q in E2M1,
 two to a byte with the lower index in the low nibble, g = max|w| / (6 * 448).
-MXFP4: 32 neighbours share a power of two, stored as its exponent + 127.
+MXFP4, MXFP8: 32 neighbours share a power of two, stored as its exponent + 127; MXFP8's numbers are E4M3.
 (ModelOpt 0.47 `NVFP4QTensor` and `FP8QTensor`, compressed-tensors 0.18 `compressors/*`; tests hold these against both.)
 """
 
@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash_serve.checkpoint.storage import FP8_BLOCK, GROUPS, WORD, Scheme
+from dflash_serve.checkpoint.storage import FP8_BLOCK, GROUPS, TURNED, WORD, Scheme
 from dflash_serve.checkpoint.storage import Format as Format
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 GROUP = 16  # values that share an NVFP4 block scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 codes by their lower three bits; the fourth bit is the sign."""
-MX_BIAS = 127  # of the exponents that are MXFP4's scales
+MX_BIAS = 127  # of the exponents that are MXFP4's and MXFP8's scales
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of AWQ's of the numbers 0, 1, 2, ... (AutoAWQ's `gemm`)
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,10 @@ class QuantizedTensor:
 
     format: Format
     values: Tensor  # FP8: float8_e4m3fn [out, in]. Integers: int8 [out, in]. NVFP4, MXFP4: uint8 [out, in / 2]
-    scale: (
-        Tensor  # Of the tensor [], of rows [out, 1], of groups [out, groups], or of blocks; NVFP4: E4M3, MXFP4: uint8
-    )
+    scale: Tensor  # Of the tensor [], of rows [out, 1], of groups [out, groups], or of blocks; NVFP4: E4M3, MX: uint8
     scale_2: Tensor | None = None  # NVFP4: of the tensor, in fp32, or fp64 where the files have its reciprocal
     input_scale: Tensor | None = None  # fp32, of the activations; None = only the weights are quantised
-    zero_point: Tensor | None = None  # integers: int8, in the shape of the scale; None = 0
+    zero_point: Tensor | None = None  # integers: whole numbers, in the shape of the scale; None = 0
     order: Tensor | None = None  # integers: group of each column [in]; None = neighbours
     block: tuple[int, int] = FP8_BLOCK  # FP8 by block: its rows and columns
 
@@ -60,7 +59,8 @@ class QuantizedTensor:
         values = self.values.float()
         if self.zero_point is not None:
             values = values - self.spread(self.zero_point.float())
-        return (values * self.spread(self.scale.float())).to(dtype)
+        scale = torch.exp2(self.scale.float() - MX_BIAS) if self.format == "mxfp8" else self.scale.float()
+        return (values * self.spread(scale)).to(dtype)
 
     def spread(self, scale: Tensor) -> Tensor:
         """A scale, or a zero point, for every value; [] and [out, 1] stay as they are."""
@@ -103,6 +103,8 @@ class QuantizedTensor:
 
 def quantized_tensor(scheme: Scheme, leaves: Mapping[str, Tensor]) -> QuantizedTensor:
     """A weight, from the tensors that its module has in a checkpoint (`Scheme.tensors`)."""
+    if scheme.layout in TURNED:
+        return _turned_back(scheme, leaves)
     values, zero_point = leaves[scheme.main], leaves.get("weight_zero_point")
     scale = leaves[scheme.scale]
     rows = len(values)
@@ -127,6 +129,28 @@ def quantized_tensor(scheme: Scheme, leaves: Mapping[str, Tensor]) -> QuantizedT
         leaves.get("weight_g_idx"),
         scheme.block,
     )
+
+
+def _turned_back(scheme: Scheme, leaves: Mapping[str, Tensor]) -> QuantizedTensor:
+    # GPTQ's and AWQ's: [in, out], and zero points that are 2^(bits - 1) for symmetric weights.
+    scale, bits = leaves["scales"].t().contiguous(), scheme.bits
+    zeros = unpack_words(leaves["qzeros"], bits, scale.shape[0]).to(torch.int16)
+    if scheme.layout == "awq":
+        values = _in_awq_order(unpack_words(leaves["qweight"], bits, scale.shape[0]))
+        zeros = _in_awq_order(zeros)
+    else:
+        columns = leaves["qweight"].shape[0] * WORD // bits
+        values = unpack_words(leaves["qweight"], bits, columns, dim=0)
+    zero_point, order = zeros.t() + (1 if scheme.zeros_less_one else 0), leaves.get("g_idx")
+    if order is not None and torch.equal(order.long(), torch.arange(len(order)) // (scheme.group or len(order))):
+        order = None  # the columns are in the order of their groups
+    kept = zero_point.contiguous() if zero_point.any() else None
+    return QuantizedTensor(scheme.format, values.t().contiguous(), scale, zero_point=kept, order=order)
+
+
+def _in_awq_order(rows: Tensor) -> Tensor:
+    found: Tensor = rows.unflatten(1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(1)
+    return found
 
 
 def stored_tensors(scheme: Scheme, weight: QuantizedTensor) -> dict[str, Tensor]:

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def given_checkpoint(folder_or_id: str, revision: str | None) -> Checkpoint | None:
+def given_checkpoint(folder_or_id: str, revision: str | None, *, block_size: int | None = None) -> Checkpoint | None:
     """The drafter's files; None where they cannot be found, or have a head that we do not know.
 
     Engines also know ModelScope and object stores; `StrictLoader` checks what they load from them.
+
+    Args:
+        block_size: as for `open_checkpoint`.
     """
     try:
         folder = local_folder(folder_or_id, revision)
     except UserError as error:
         logger.warning("dflash-serve: only the names of the drafter's tensors are checked: %s", error)
         return None
-    return open_checkpoint(folder) if is_plain(folder) else None
+    return open_checkpoint(folder, block_size=block_size) if is_plain(folder) else None
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,7 @@ ALGORITHMS: Mapping[object, tuple[Format, Strategy]] = {
     "FP8_PB_WO": ("fp8-block", "block"),
     "NVFP4": ("nvfp4", "tensor"),
     "W4A16_NVFP4": ("nvfp4", "tensor"),
+    "MXFP8": ("mxfp8", "group"),
 }
 """ModelOpt's algorithms that are read."""
 PACKINGS: Mapping[object, tuple[Format, ...]] = {
@@ -198,10 +199,13 @@ PACKINGS: Mapping[object, tuple[Format, ...]] = {
     "naive-quantized": ("int8", "fp8", "fp8-block"),
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
+    "mxfp8-quantized": ("mxfp8",),
 }
 """Storage that compressed-tensors names -> formats that it may hold."""
 STRATEGIES: Mapping[object, Strategy] = {"channel": "channel", "group": "group", "block": "block"}
-READ = "read are ModelOpt's FP8 and NVFP4, compressed-tensors' FP8, INT8, W4A16, W8A16, NVFP4 and MXFP4, and fp8"
+READ = "read are FP8, INT8, W4A16, W8A16, NVFP4, MXFP4 and MXFP8 of ModelOpt, compressed-tensors, fp8, GPTQ and AWQ"
+MIXED = "MIXED_PRECISION"  # ModelOpt's algorithm that names one for each module, in `quantized_layers`
+OF_LAYERS = (r"re:layers\..*_proj$",)  # modules that GPTQ and AWQ quantise, whose files list none
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class Quantization:
     kv_cache: str | None = None  # algorithm of the K/V cache; None = as the activations
     groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
     """(patterns of modules or their class, storage) of each group; () = ModelOpt's, of all that is not excluded."""
+    weights_alone: bool = False  # ModelOpt's W4A16_NVFP4: activations stay as they are, and need no scales
 
     @property
     def layout(self) -> Layout:
@@ -250,6 +255,8 @@ LAYOUTS: Mapping[Layout, str] = {
     "modelopt": "ModelOpt",
     "compressed-tensors": "compressed-tensors",
     "fp8": "quant_method fp8",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
 }
 
 
@@ -320,6 +327,10 @@ def _quantization(entry: Mapping[str, object], name: str, folder: Path) -> Quant
         found = _compressed_tensors(entry)
     elif entry.get("quant_algo") is None and method == "fp8":
         found = _fp8(entry)
+    elif method in ("gptq", "awq"):
+        found = _turned(entry, str(method))
+    elif entry.get("quant_algo") == MIXED:
+        found = _mixed(entry)
     else:
         found = _modelopt(entry)
     if isinstance(found, str):
@@ -334,9 +345,8 @@ def _modelopt(entry: Mapping[str, object]) -> Quantization | str:
         return repr(algorithm)
     kv_cache = entry.get("kv_cache_quant_algo") or ("FP8" if entry.get("kv_cache_scheme") else None)
     groups = () if strategy == "tensor" else ((("Linear",), Scheme(format, "modelopt", strategy)),)
-    return Quantization(
-        format, _excluded(entry, "exclude_modules", "ignore"), str(kv_cache) if kv_cache else None, groups
-    )
+    excluded, alone = _excluded(entry, "exclude_modules", "ignore"), algorithm == "W4A16_NVFP4"
+    return Quantization(format, excluded, str(kv_cache) if kv_cache else None, groups, alone)
 
 
 def _fp8(entry: Mapping[str, object]) -> Quantization | str:
@@ -349,6 +359,50 @@ def _fp8(entry: Mapping[str, object]) -> Quantization | str:
     else:
         return f"'fp8' with weight_block_size {block!r}"
     return Quantization(scheme.format, excluded, None, ((("Linear",), scheme),))
+
+
+def _turned(entry: Mapping[str, object], method: str) -> Quantization | str:
+    # GPTQ's and AWQ's; AutoGPTQ's first form stores zero points less 1, gptq_v2 does not.
+    bits, group, kind = entry.get("bits"), entry.get("group_size"), entry.get("checkpoint_format") or "gptq"
+    said = f"{method!r} with bits {bits!r}, group_size {group!r}"
+    if bits not in ((4, 8) if method == "gptq" else (4,)) or not isinstance(group, int) or group == 0:
+        return said
+    if method == "awq" and str(entry.get("version") or "gemm").lower() != "gemm":
+        return f"{said}, version {entry.get('version')!r}"
+    if method == "gptq" and (kind not in ("gptq", "gptq_v2") or entry.get("dynamic")):
+        return f"{said}, checkpoint_format {kind!r}" + (
+            " and rules by module (dynamic)" if entry.get("dynamic") else ""
+        )
+    scheme = Scheme(
+        "w4a16" if bits == 4 else "w8a16",
+        "gptq" if method == "gptq" else "awq",
+        "channel" if group < 0 else "group",
+        group=max(0, group),
+        symmetric=entry.get("sym") is True,
+        ordered=entry.get("desc_act") is True,
+        zeros_less_one=method == "gptq" and kind == "gptq",
+    )
+    return Quantization(scheme.format, _excluded(entry, "modules_to_not_convert"), None, ((OF_LAYERS, scheme),))
+
+
+def _mixed(entry: Mapping[str, object]) -> Quantization | str:
+    # ModelOpt's list of modules, each with an algorithm.
+    listed, groups = entry.get("quantized_layers"), dict[Scheme, list[str]]()
+    if not isinstance(listed, dict) or not listed:
+        return f"{MIXED!r} without quantized_layers"
+    for module, own in listed.items():
+        algorithm = own.get("quant_algo") if isinstance(own, dict) else None
+        if algorithm not in ALGORITHMS:
+            return f"{MIXED!r} with {algorithm!r}"
+        format, strategy = ALGORITHMS[algorithm]
+        groups.setdefault(Scheme(format, "modelopt", strategy), []).append(str(module).removeprefix("model."))
+    kv_cache, formats = entry.get("kv_cache_quant_algo"), {scheme.format for scheme in groups}
+    return Quantization(
+        formats.pop() if len(formats) == 1 else "mixed",
+        _excluded(entry, "exclude_modules", "ignore"),
+        str(kv_cache) if kv_cache else None,
+        tuple((tuple(modules), scheme) for scheme, modules in groups.items()),
+    )
 
 
 def _compressed_tensors(entry: Mapping[str, object]) -> Quantization | str:
@@ -404,6 +458,8 @@ def _storage(group: Mapping[str, object], packing: object) -> Scheme | str:
 def _format(kind: object, bits: object, strategy: object, size: object, packing: object) -> Format | None:
     if kind == "float" and bits == 4:
         return "nvfp4" if size == GROUPS["nvfp4"] else "mxfp4" if size == GROUPS["mxfp4"] else None
+    if kind == "float" and bits == 8 and strategy == "group" and size == GROUPS["mxfp8"]:
+        return "mxfp8"
     if kind == "float" and bits == 8 and strategy in ("tensor", "channel", "block"):
         return "fp8-block" if strategy == "block" else "fp8"
     if kind == "int" and bits in (4, 8) and strategy in ("tensor", "channel", "group"):

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from dflash_serve.checkpoint.config import MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig, expected_tensors
-from dflash_serve.checkpoint.dialects import speculators, zlab
+from dflash_serve.checkpoint.catalogue import catalogued_drafter
+from dflash_serve.checkpoint.config import BUILD, MASK_EMBEDDING, PLAIN_DRAFTER, DrafterConfig, expected_tensors
+from dflash_serve.checkpoint.dialects import latent, speculators, zlab
 from dflash_serve.checkpoint.dialects.keys import Dialect, embedding_is_copied, pairs_neighbours
 from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, read_headers, read_object
 from dflash_serve.checkpoint.quantization import Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
+from dflash_serve.checkpoint.storage import TURNED
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
@@ -47,13 +49,15 @@ if TYPE_CHECKING:
     from dflash_serve.checkpoint.storage import Format, Scheme
 
 DIALECTS: Mapping[str, Dialect] = {
-    one.name: one for one in (speculators.DIALECT, zlab.MODELOPT, zlab.DEEPSPEC, zlab.SPECFORGE, zlab.DIALECT)
+    one.name: one
+    for one in (speculators.DIALECT, latent.DIALECT, zlab.MODELOPT, zlab.DEEPSPEC, zlab.SPECFORGE, zlab.DIALECT)
 }
 """Name -> dialect. The most specific comes first: ModelOpt's form is z-lab's with more keys, under any architecture."""
 LATENT = ("K3DSpark", "DeepseekV3DSpark", "DeepSeekV4DSpark")
-"""Parts of architecture names: DSpark heads on a backbone with latent attention."""
+"""Parts of architecture names: DSpark heads on a backbone with latent attention. One of them is read (`latent`)."""
 MAY_BE_ZERO = (
     "zero_point",
+    "qzeros",
     "kernel_projection.weight",
     "markov_w1.weight",
     "markov_w2.weight",
@@ -101,14 +105,20 @@ class Checkpoint:
         return scale_problems(self.headers, self.quantization.format, self.folder)
 
 
-def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    folder_or_id: str | Path, revision: str | None = None, *, block_size: int | None = None
+) -> Checkpoint:
     """Reads config.json and the safetensors headers and collects every problem; reads no weights.
+
+    Args:
+        block_size: B of a drafter whose config.json has no block_size, and which the catalogue does not know either.
 
     Raises:
         UserError: neither a folder nor an id that can be fetched.
     """
     unreadable: list[Problem] = []
-    checkpoint = _describe(drafter_folder(folder_or_id, revision), unreadable)
+    known = _known_block_size(folder_or_id) or block_size
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), unreadable, known)
     checkpoint.problems += unreadable
     if checkpoint.config is not None and checkpoint.dialect is not None and not unreadable:
         schemes = checkpoint.quantization.scheme if checkpoint.quantization else None
@@ -126,6 +136,11 @@ def open_checkpoint(folder_or_id: str | Path, revision: str | None = None) -> Ch
     return checkpoint
 
 
+def _known_block_size(folder_or_id: str | Path) -> int | None:
+    row = catalogued_drafter(str(folder_or_id))
+    return None if row is None else row.block_size
+
+
 def _with_inputs(checkpoint: Checkpoint, module: str) -> Scheme:
     # ModelOpt's files do not say whether activations have scales; the tensors do.
     scheme = checkpoint.quantised[module]
@@ -139,21 +154,34 @@ def _storage_problems(checkpoint: Checkpoint) -> list[Problem]:
     if declared is not None and not checkpoint.quantised and not checkpoint.problems:
         what = f"the files say that the drafter is quantised to {declared.words}, but no tensor is"
         found.append(Problem(what, str(checkpoint.folder), f"remove {IN_CONFIG} and {QUANT_CONFIG}"))
+    if checkpoint.quantised and checkpoint.config is not None and checkpoint.config.latent is not None:
+        what = "a quantised drafter with latent attention (MLA), of which no published one shows the names"
+        found.append(Problem(what, str(checkpoint.folder), BUILD))
     turned = (scheme for name, scheme in checkpoint.quantised.items() if f".{name}".endswith(ROTATED))
-    if checkpoint.neighbours and any(one.strategy == "block" or not one.symmetric for one in turned):
+    if checkpoint.neighbours and any(
+        one.strategy == "block" or not one.symmetric or one.layout in TURNED for one in turned
+    ):
         what = "RoPE pairs neighbours, and the scales of its queries and keys cannot be put in the order of halves"
         found.append(Problem(what, str(checkpoint.folder), PLAIN_DRAFTER))
     return found
 
 
 def parse(
-    raw: Mapping[str, object], path: Path, problems: list[Problem], *, stored: Collection[str] = ()
+    raw: Mapping[str, object],
+    path: Path,
+    problems: list[Problem],
+    *,
+    stored: Collection[str] = (),
+    block_size: int | None = None,
 ) -> tuple[DrafterConfig | None, Dialect | None]:
     """Reads a config.json, adding everything wrong with it to `problems`; then the config is None.
 
     Args:
         stored: names of the checkpoint's tensors, which settle what its configuration leaves open.
+        block_size: B where the file has no block_size, as for some of NVIDIA's and of TorchSpec's drafters.
     """
+    fills = block_size is not None and not _has_block_size(raw) and "speculators_model_type" not in raw
+    raw = {**raw, "block_size": block_size} if fills else raw
     section = ConfigSection(raw, str(path), problems)
     dialect = next((one for one in DIALECTS.values() if one.matches(ConfigSection(raw, str(path), []))), None)
     inner = section.section("dflash_config", falls_back=True)
@@ -171,6 +199,7 @@ def parse(
     fields = dialect.read(section, stored)
     if len(problems) > before:
         return None, dialect
+    fields |= {"block_size": block_size} if fills else {}  # read as rows, of which anchor-first blocks have one fewer
     try:
         return DrafterConfig.model_validate({key: value for key, value in fields.items() if value is not None}), dialect
     except ValidationError as error:
@@ -179,6 +208,11 @@ def parse(
             message = fault["msg"].removeprefix("Value error, ")
             section.note(f"{place}: {message}" if place else message, "correct config.json")
         return None, dialect
+
+
+def _has_block_size(raw: Mapping[str, object]) -> bool:
+    sections = (raw, *(raw.get(key) for key in ("dflash_config", "dspark_config")))
+    return any(isinstance(section, Mapping) and section.get("block_size") is not None for section in sections)
 
 
 def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
@@ -191,9 +225,11 @@ def _unsupported(config: ConfigSection) -> tuple[str, str] | None:
         return what, "serve it by the engine itself, or use a drafter of its own"
     kinds = (config.given(key, str) or "" for key in ("projector_type", "speculators_model_type"))
     named = " ".join([*config.architectures, *kinds]).lower()
+    if latent.matches(config):
+        return None
     if config.given("attention_mode", str) == "mla" or any(name.lower() in named for name in LATENT):
-        what = "the drafter's layers have latent attention (MLA), which DFlash's have not; not supported yet"
-        return what, f"serve it by the engine itself (vLLM and TensorRT-LLM have Kimi-K3's), or {PLAIN_DRAFTER}"
+        what = f"the drafter's layers have latent attention (MLA), which is read of {latent.ARCHITECTURE} alone"
+        return what, f"serve it by an engine that has its class, or {PLAIN_DRAFTER}"
     for head in (*HEADS_BY_TENSOR, "xPress", "DFlare"):
         if head not in SUPPORTED_HEADS and head.lower() in named:
             return f"the drafter has a {head} head, which is not supported yet", PLAIN_DRAFTER
@@ -210,7 +246,7 @@ def is_plain(folder: Path) -> bool:
         return True
 
 
-def _describe(folder: Path, unreadable: list[Problem]) -> Checkpoint:
+def _describe(folder: Path, unreadable: list[Problem], block_size: int | None) -> Checkpoint:
     # With a quantisation that is not read, config stays None: the weights cannot be interpreted.
     checkpoint = Checkpoint(folder, headers=read_headers(folder, unreadable))
     raw = read_object(folder / "config.json", checkpoint.problems)
@@ -225,20 +261,28 @@ def _describe(folder: Path, unreadable: list[Problem]) -> Checkpoint:
     checkpoint.neighbours = pairs_neighbours(raw)
     plain = {key: value for key, value in raw.items() if key != IN_CONFIG}  # the dialects differ in all but this key
     stored = {proper_name(name) for name in checkpoint.headers}
-    config, checkpoint.dialect = parse(plain, folder / "config.json", checkpoint.problems, stored=stored)
+    config, checkpoint.dialect = parse(
+        plain, folder / "config.json", checkpoint.problems, stored=stored, block_size=block_size
+    )
     checkpoint.config = None if unread else config
     checkpoint.copies = checkpoint.dialect.copies_of_target if checkpoint.dialect else frozenset()
     checkpoint.copies |= {EMBEDDING} if embedding_is_copied(raw) else set()
     return checkpoint
 
 
-def read_config(folder_or_id: str | Path, revision: str | None = None) -> tuple[DrafterConfig, Checkpoint]:
+def read_config(
+    folder_or_id: str | Path, revision: str | None = None, *, block_size: int | None = None
+) -> tuple[DrafterConfig, Checkpoint]:
     """The neutral description of a drafter, quantised or not, and its checkpoint without `pieces`; needs no weights.
+
+    Args:
+        block_size: as for `open_checkpoint`.
 
     Raises:
         UserError: config.json is absent, broken, of an unknown dialect, or describes an unsupported drafter.
     """
-    checkpoint = _describe(drafter_folder(folder_or_id, revision), [])
+    known = _known_block_size(folder_or_id) or block_size
+    checkpoint = _describe(drafter_folder(folder_or_id, revision), [], known)
     raise_problems(checkpoint.problems, hint=HINT)
     assert checkpoint.config is not None
     return checkpoint.config, checkpoint

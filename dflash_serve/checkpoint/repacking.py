@@ -23,7 +23,7 @@ from dflash_serve.checkpoint.formats import (
     stored_tensors,
 )
 from dflash_serve.checkpoint.quantization import LAYOUTS
-from dflash_serve.checkpoint.storage import GROUPS, Layout, Scheme
+from dflash_serve.checkpoint.storage import GROUPS, TURNED, Layout, Scheme
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.errors import UserError
 
@@ -32,7 +32,7 @@ FORMATS: Mapping[Layout, tuple[str, ...]] = {
     "fp8": ("fp8", "fp8-block"),
     "compressed-tensors": ("fp8", "fp8-block", "int8", "w8a16", "w4a16", "nvfp4", "mxfp4"),
 }
-"""Formats that a layout can store."""
+"""Formats that a layout can store, of those that are written; GPTQ's and AWQ's weights become compressed-tensors'."""
 
 
 @dataclass
@@ -125,6 +125,9 @@ def repacked(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme], layou
             found.weights[module], found.schemes[module] = weight, _in_layout(schemes[module], weight, layout)
         else:
             _decode(found, module, weight)
+    if len({scheme.format for scheme in found.schemes.values()}) > 1:
+        what = "its products are stored in several formats, which is written in no layout"
+        raise UserError(what, where="SRC", do="--dequantise writes it in bf16")
     for group in _groups(found.weights):
         _share_scales(found, group)
     for module, scheme in found.schemes.items():
@@ -144,16 +147,20 @@ def _stays_quantised(module: str, schemes: Mapping[str, Scheme]) -> bool:
 
 
 def _in_layout(scheme: Scheme, weight: QuantizedTensor, layout: Layout | None) -> Scheme:
-    layout = layout or scheme.layout
+    layout = layout or ("compressed-tensors" if scheme.layout in TURNED else scheme.layout)
     if scheme.format not in FORMATS[layout]:
         where, can = "--layout", ", ".join(name for name in FORMATS if scheme.format in FORMATS[name])
-        raise UserError(f"{LAYOUTS[layout]} cannot store {scheme.format.upper()}", where=where, do=f"take {can}")
+        do = f"take {can}" if can else "--dequantise writes it in bf16"
+        raise UserError(f"no {LAYOUTS[layout]} of {scheme.format.upper()} is written", where=where, do=do)
     if (scheme.format, scheme.strategy, layout) == ("fp8", "channel", "fp8"):
         what = "`quant_method: fp8` has no scales by row"
         raise UserError(what, where="--layout", do="take compressed-tensors or modelopt")
     if scheme.weights_alone and layout != "compressed-tensors":
         what = f"{LAYOUTS[layout]} rounds activations beside FP8 weights, and this drafter's are not rounded"
         raise UserError(what, where="--layout", do="take compressed-tensors, or --dequantise")
+    if scheme.layout in TURNED:
+        symmetric, ordered = weight.zero_point is None, weight.order is not None
+        return replace(scheme, layout=layout, symmetric=symmetric, ordered=ordered, zeros_less_one=False)
     static = weight.input_scale is not None and scheme.format != "int8"  # their activations are scaled as they come
     return replace(scheme, layout=layout, static_inputs=static)
 

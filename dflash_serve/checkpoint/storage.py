@@ -1,8 +1,9 @@
 """Storage of a drafter's quantised weights: the tensors that each quantiser writes for a module. No torch.
 
-Layouts: ModelOpt's, compressed-tensors', and Hugging Face's `quant_method: fp8`. A weight is [out, in]; a scale belongs
-to the tensor, to a row (channel), to neighbours along the input (group), or to a block of rows and columns.
-(compressed-tensors 0.18 `compressors/*`, ModelOpt 0.47 `export/quant_utils.py`, vLLM 0.32 `quantization/fp8.py`.)
+Layouts: ModelOpt's, compressed-tensors', Hugging Face's `quant_method: fp8`, GPTQ's and AWQ's. A weight is [out, in],
+but [in, out] in GPTQ's and AWQ's files; a scale belongs to the tensor, to a row (channel), to neighbours along the
+input (group), or to a block of rows and columns. (compressed-tensors 0.18 `compressors/*`, ModelOpt 0.47
+`export/quant_utils.py`, vLLM 0.32 `quantization/fp8.py`, `auto_gptq.py`, `auto_awq.py`.)
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["fp8", "fp8-block", "int8", "w8a16", "w4a16", "nvfp4", "mxfp4"]
-"""int8: weights and activations (W8A8). w8a16, w4a16: integers, weights alone. The others are floats."""
-Layout = Literal["modelopt", "compressed-tensors", "fp8"]
+Format = Literal["fp8", "fp8-block", "int8", "w8a16", "w4a16", "nvfp4", "mxfp4", "mxfp8", "mixed"]
+"""int8: weights and activations (W8A8). w8a16, w4a16: integers, weights alone. mixed: several formats, module by module
+(ModelOpt's MIXED_PRECISION). The others are floats."""
+Layout = Literal["modelopt", "compressed-tensors", "fp8", "gptq", "awq"]
 """Quantiser whose tensor names and configuration a checkpoint has; `fp8` is Hugging Face's `quant_method`."""
 Strategy = Literal["tensor", "channel", "group", "block"]
 FLOATS: Collection[str] = ("F64", "F32", "F16", "BF16")  # safetensors dtypes of plain weights
-GROUPS: Mapping[str, int] = {"nvfp4": 16, "mxfp4": 32}
+TURNED: Collection[Layout] = ("gptq", "awq")  # their weights are [in, out]
+GROUPS: Mapping[str, int] = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 """Values along the input that share a scale of the format."""
 FP8_BLOCK = (128, 128)
 WORD = 32  # bits of an integer into which compressed-tensors packs weights
@@ -25,10 +28,11 @@ TENSOR: Collection[str] = ("weight_scale_2", "weight_global_scale", "input_scale
 """Scales of a whole tensor, beside `weight_scale` where that is one, too."""
 LEAVES: Collection[str] = (
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
-    *("input_zero_point", *TENSOR),
+    *("input_zero_point", *TENSOR, "qweight", "qzeros", "scales", "g_idx"),
 )
 """Names of all tensors that a quantised module may have beside `weight`."""
-OPTIONAL = ("input_scale", "input_global_scale", "input_zero_point")  # absent where weights alone are quantised
+OPTIONAL = ("input_scale", "input_global_scale", "input_zero_point", "g_idx")
+"""Absent where weights alone are quantised; g_idx also where columns are in the order of their groups."""
 KV_SCALES = ("k_scale", "v_scale")  # scales of a quantised K/V cache, which belong to no weight
 
 
@@ -56,7 +60,8 @@ class Scheme:
     group: int = 0  # columns that share a scale, of `group`
     block: tuple[int, int] = FP8_BLOCK  # rows and columns that share a scale, of `block`
     symmetric: bool = True
-    ordered: bool = False  # columns belong to groups by weight_g_idx
+    ordered: bool = False  # columns belong to groups by weight_g_idx, or by g_idx
+    zeros_less_one: bool = False  # GPTQ's first form stores each zero point less 1
     static_inputs: bool = False  # activations have a scale in the checkpoint
     weights_alone: bool = False  # of compressed-tensors' FP8: activations stay as they are
 
@@ -73,6 +78,8 @@ class Scheme:
     @property
     def main(self) -> str:
         """The tensor that holds the numbers."""
+        if self.layout in TURNED:
+            return "qweight"
         packed = self.format in ("w4a16", "w8a16", "mxfp4") or (self.format, self.layout) == (
             "nvfp4",
             "compressed-tensors",
@@ -82,6 +89,8 @@ class Scheme:
     @property
     def scale(self) -> str:
         """The tensor that holds the scales nearest to the numbers."""
+        if self.layout in TURNED:
+            return "scales"
         return "weight_scale_inv" if (self.format, self.layout) == ("fp8-block", "fp8") else "weight_scale"
 
     @property
@@ -93,6 +102,8 @@ class Scheme:
 
     def tensors(self, rows: int, columns: int) -> dict[str, Leaf]:
         """Every tensor of a module whose weight is [rows, columns]."""
+        if self.layout in TURNED:
+            return self._turned(rows, columns)
         leaves = {
             self.main: Leaf((rows, self._stored(columns)), [self.dtype], is_weight=True),
             self.scale: self._scale(rows, columns),
@@ -113,6 +124,17 @@ class Scheme:
         if self.format == "int8":
             leaves["input_zero_point"] = Leaf((), ["I8"])
         return leaves
+
+    def _turned(self, rows: int, columns: int) -> dict[str, Leaf]:
+        # AWQ packs neighbouring rows into a word, GPTQ neighbouring columns; both pack zero points by rows.
+        groups, packed_rows = self._groups(columns), _cells(rows * self.bits, WORD)
+        numbers = (_cells(columns * self.bits, WORD), rows) if self.layout == "gptq" else (columns, packed_rows)
+        leaves = {
+            "qweight": Leaf(numbers, ["I32"], by_rows=False, is_weight=True),
+            "scales": Leaf((groups, rows), FLOATS, by_rows=False),
+            "qzeros": Leaf((groups, packed_rows), ["I32"], by_rows=False),
+        }
+        return leaves | ({"g_idx": Leaf((columns,), ["I32", "I64"], by_rows=False)} if self.layout == "gptq" else {})
 
     def _stored(self, columns: int) -> int:
         if self.packs_words:

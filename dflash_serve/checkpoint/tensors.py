@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
+    "context_proj.weight": "fc.weight",
+    "context_norm.weight": "hidden_norm.weight",
+    "final_norm.weight": "norm.weight",
     "draft_id_to_target_id": "d2t",
     "markov_w1.weight": "markov_head.markov_w1.weight",
     "markov_w2.weight": "markov_head.markov_w2.weight",
@@ -34,7 +37,7 @@ ALIASES = {
     "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-"""Other names of our tensors: SGLang's and vLLM's mappers know some, ModelOpt and z-lab's own code write the others."""
+"""Other names of our tensors: engines' mappers know some, ModelOpt, TorchSpec and z-lab's own code write the others."""
 RECOMPUTED = "rotary_emb."  # part of the names of rotary buffers in old checkpoints, which are computed instead
 D2T, T2D = "d2t", "t2d"
 """Maps of a reduced draft vocabulary: int64 target id - draft id, and a bool mask of the draftable target ids."""

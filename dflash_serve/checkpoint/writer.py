@@ -72,7 +72,8 @@ def write_drafter(
             for name, content in files.items():
                 text = json.dumps(content, indent=2, sort_keys=True)
                 (scratch / name).write_text(text + "\n", encoding="utf-8")
-            _write_tensors(scratch / SINGLE, {**tensors, **added})
+            names = DIALECTS[dialect].names
+            _write_tensors(scratch / SINGLE, {names.get(name, name): one for name, one in {**tensors, **added}.items()})
     except OSError as error:
         do = "give another destination"
         raise UserError(f"cannot be written ({error.strerror})", where=str(folder), do=do) from None

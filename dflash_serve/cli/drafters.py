@@ -23,7 +23,7 @@ from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapter.verdicts import checkpoint_verdict, verdict
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
 from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
@@ -83,6 +83,9 @@ class To(StrEnum):
     modelopt = "modelopt"
     deepspec = "deepspec"
     specforge = "specforge"
+
+
+UNWRITTEN = "Read and convert it, tell the same, and write nothing."
 
 
 class QuantisedLayout(StrEnum):
@@ -153,11 +156,12 @@ def inspect(
     drafter: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="Folder or hub id of a drafter.")],
     target: options.Target = None,
     revision: options.Revision = None,
+    block_size: options.UnwrittenBlockSize = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Describe a drafter and list everything wrong with it, by itself or for a --target; exit code 1 if anything is."""
-    checkpoint = open_checkpoint(drafter, revision)
+    checkpoint = open_checkpoint(drafter, revision, block_size=block_size)
     with shown(quiet=quiet or as_json), doing(f"reading the weights of {drafter}"):
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes = _list_notes(checkpoint)
@@ -193,14 +197,13 @@ def convert(
     to: Annotated[To, typer.Option("--to", help=f"Dialect to write: {', '.join(To)}.")] = To.zlab,
     target: options.Target = None,
     revision: options.Revision = None,
+    block_size: options.UnwrittenBlockSize = None,
     full_vocabulary: Annotated[bool, typer.Option("--full-vocabulary", help=FULL)] = False,
     markov_head: Annotated[MarkovHeadKind | None, typer.Option("--markov-head", help=MARKOV)] = None,
     markov_rank: Annotated[int, typer.Option(help="Rank of the Markov head that is added.", min=1)] = 16,
     dequantise: Annotated[bool, typer.Option("--dequantise", help=DEQUANTISE)] = False,
     layout: Annotated[QuantisedLayout | None, typer.Option("--layout", help=LAYOUT)] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Read and convert it, tell the same, and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=UNWRITTEN)] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DST.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -217,7 +220,7 @@ def convert(
     from dflash_serve.checkpoint.conversions import with_full_vocabulary, with_markov_head, without_padding
     from dflash_serve.models.loader import head_weight
 
-    checkpoint = open_checkpoint(source, revision)
+    checkpoint = open_checkpoint(source, revision, block_size=block_size)
     weights = _repacked(checkpoint, dequantise, layout)
     tensors, config = weights.with_shapes, checkpoint.config
     assert config is not None
@@ -378,7 +381,7 @@ def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
 
 def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
     """Parameters and bytes of everything stored; scales are no parameters, and packed numbers count one by one."""
-    beside = {*LEAVES, *KV_SCALES} - {"weight_packed"}
+    beside = {*LEAVES, *KV_SCALES} - {"weight_packed", "qweight"}
     weights = [header for name, header in checkpoint.headers.items() if name.rpartition(".")[2] not in beside]
     w4a16 = checkpoint.quantization is not None and checkpoint.quantization.format == "w4a16"
     packed = {"U8": 2, "I32": 8 if w4a16 else 4}
@@ -460,6 +463,9 @@ def _quantization(found: Quantization) -> str:
 
 def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
     heads = f"{config.num_attention_heads} heads, {config.num_key_value_heads} K/V heads, head_dim {config.head_dim}"
+    if config.latent is not None:
+        latent = f"a latent vector of {config.latent.width} for K/V, queries of rank {config.latent.q_lora_rank}"
+        heads = f"{config.num_attention_heads} heads of {config.head_dim}, {latent}"
     sizes = f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, vocabulary {config.vocab_size:,}"
     mask = "its own mask_embedding" if config.has_mask_embedding else f"token {config.mask_token_id}"
     rope = f"{config.rope.scaling or 'default'}, theta {config.rope.theta:g}"
@@ -480,6 +486,7 @@ def _config_rows(config: DrafterConfig) -> list[tuple[str, str]]:
         ("target layers", f"{ids} of {depth} (outputs, 0-based)"),
         *((f"layer {index}", _kind(config, index)) for index in range(config.num_layers)),
         ("attention", heads),
+        ("K/V of a token", f"{context_bytes(config):,} bytes in all layers, in bf16"),
         ("sizes", sizes),
         ("RoPE", f"{rope}, {config.max_position_embeddings:,} positions"),
         ("norm epsilon", f"{config.rms_norm_eps:g}"),

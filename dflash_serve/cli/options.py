@@ -44,6 +44,12 @@ Backend = Annotated[str, typer.Option("--backend", help=BACKEND)]
 BlockSize = Annotated[
     int | None, typer.Option(help="B: slots of a block, the anchor counted. [default: the drafter's own]")
 ]
+UnwrittenBlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size", help="B, the anchor counted, of a drafter whose config.json has no block_size.", min=2
+    ),
+]
 Width = Annotated[str | None, typer.Option(help=WIDTH)]
 Dtype = Annotated[str | None, typer.Option(help="What is computed in: auto, float32 or bfloat16.")]
 MaxBatchSize = Annotated[int | None, typer.Option(help="Requests that run at once.")]

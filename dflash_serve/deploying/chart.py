@@ -157,7 +157,8 @@ def _gigabytes(deployment: Deployment) -> int | None:
         return None
     if uses_drafter(deployment) and deployment.drafter is not None:
         source = drafter_source(deployment.drafter.model)
-        config, checkpoint = read_config(source, deployment.drafter.revision)
+        block_size = deployment.speculation.block_size
+        config, checkpoint = read_config(source, deployment.drafter.revision, block_size=block_size)
         size += stored_bytes(with_pieces(checkpoint), config)
     return math.ceil(size / 1e9)
 

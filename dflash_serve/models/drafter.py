@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from dflash_serve.checkpoint.config import PLAIN_DRAFTER, WITHOUT_SINKS, DrafterConfig
+from dflash_serve.checkpoint.config import PLAIN_DRAFTER, DrafterConfig
 from dflash_serve.common.documents import CONFIG, read_bytes
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
@@ -136,7 +136,7 @@ class Drafter(nn.Module):
     Parameters are uninitialised until a checkpoint is read or `training` initialises them.
 
     Raises:
-        UserError: the drafter has attention sinks.
+        UserError: the drafter has a part of `Heads.not_embedded`.
     """
 
     mask_embedding: Tensor | None
@@ -148,8 +148,8 @@ class Drafter(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        if config.attention_sinks:
-            raise UserError(WITHOUT_SINKS, where="drafter", do=PLAIN_DRAFTER)
+        if config.not_embedded is not None:
+            raise UserError(config.not_embedded, where="drafter", do=PLAIN_DRAFTER)
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

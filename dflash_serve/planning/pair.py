@@ -53,7 +53,7 @@ def read_pair(deployment: Deployment) -> Pair:
         drafter = usual_drafter(layout, read_target(folder), block)
         assumed = f"no drafter was named: one of {USUAL_LAYERS} layers as wide as the target, B = {block}, is assumed"
     else:
-        drafter, source, checkpoint = _named_drafter(deployment.drafter, layout, read_target(folder))
+        drafter, source, checkpoint = _named_drafter(deployment, layout, read_target(folder))
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
         told += [source] if source else []
     drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
@@ -79,13 +79,16 @@ def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
 
 
 def _named_drafter(
-    model: Model, layout: TargetLayout, target: TargetFiles
+    deployment: Deployment, layout: TargetLayout, target: TargetFiles
 ) -> tuple[DrafterConfig, str | None, Checkpoint | None]:
     # The drafter's description, and a sentence where it is the catalogue's, else its checkpoint.
+    model = deployment.drafter
+    assert model is not None
     name, row = model.model, catalogued_drafter(model.model)
-    here = cached_folder(name, model.revision)
+    here, block_size = cached_folder(name, model.revision), row.block_size if row else None
     if here is not None or row is None or Path(name).is_dir() or "/" not in name:
-        return _read(here or name, None if here else model.revision)
+        block_size = block_size or deployment.speculation.block_size
+        return _read(here or name, None if here else model.revision, block_size)
     if model.revision in (None, row.revision) and row.sizes and row.block_size and row.heads is not None:
         told = f"{name} is not on this machine: its sizes are the catalogue's ({row.source})"
         positions = (
@@ -96,7 +99,7 @@ def _named_drafter(
             told += f". Its {row.weights} weights are counted as in bf16, which is too much"
         return config.model_copy(update={"max_position_embeddings": positions}), told, None
     try:
-        return _read(name, model.revision)
+        return _read(name, model.revision, block_size)
     except UserError as error:
         if row.block_size is None:
             raise
@@ -105,8 +108,10 @@ def _named_drafter(
         return _of_row(usual_drafter(layout, target, row.block_size), row), told, None
 
 
-def _read(folder_or_id: str | Path, revision: str | None) -> tuple[DrafterConfig, None, Checkpoint]:
-    config, checkpoint = read_config(folder_or_id, revision)
+def _read(
+    folder_or_id: str | Path, revision: str | None, block_size: int | None
+) -> tuple[DrafterConfig, None, Checkpoint]:
+    config, checkpoint = read_config(folder_or_id, revision, block_size=block_size)
     return config, None, with_pieces(checkpoint)
 
 

@@ -184,7 +184,7 @@ def _tokens(pair: Pair, on: Gpu, split: Split, context: int, *, drafts: bool) ->
     request, states = _kv_bytes(pair, tensor, context), 1
     if drafts:
         free -= pair.draft_bytes / tensor
-        request += context * context_bytes(drafter) / min(tensor, drafter.num_key_value_heads)
+        request += context * context_bytes(drafter) / drafter.kv_split(tensor)
         states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
     if pair.memory_fraction is not None:
         free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.memory)

@@ -21,7 +21,7 @@ from dflash_serve.adapter.registry import backend
 from dflash_serve.adapter.verdicts import QuantizedDrafterBackend, checkpoint_verdict
 from dflash_serve.checkpoint.reader import open_checkpoint
 from dflash_serve.deployment.description import Deployment
-from tests.support.draft_layouts import LAYOUTS, PUBLISHED, Layout, whole_blocks, write
+from tests.support.draft_layouts import LAYOUTS, PUBLISHED, Layout, whole_blocks, write, write_nemotron
 from tests.support.tiny import edit_json
 from tests.support.tiny_target import write_tiny_target
 
@@ -97,6 +97,31 @@ def test_the_engine_loads_what_the_table_says_and_multiplies_with_its_numbers(
         assert isinstance(engine, QuantizedDrafterBackend)
         assert engine.layouts[layout.dialect, layout.format].verdict == "served"
         assert "Unquantized" not in found["method"]
+
+
+@pytest.mark.parametrize("markov", [True, False], ids=["DSpark", "DFlash"])
+def test_a_drafter_of_nemotron_is_given_as_it_was_published(markov: bool, folder: Path, tmp_path: Path) -> None:
+    """SGLang knows its form by several keys, and takes its embedding, its sinks, and `fc` as it is stored."""
+    if ENGINE != "sglang":
+        pytest.skip("of vLLM's classes none has this form of a Markov head")
+    published = write_nemotron(tmp_path, folder / "target", markov=markov)
+    fields: dict[str, Any] = {"target": {"model": str(folder / "target")}, "drafter": {"model": str(published)}}
+    launch = backend(ENGINE).launch(Deployment.model_validate({**fields, "speculation": {"block_size": 4}}))  # type: ignore[attr-defined]
+    assert launch.problems == []
+    launch.prepare(tmp_path / "out")
+    assert not (tmp_path / "out" / DRAFT).exists()
+    argv = launch.command(tmp_path / "out").argv
+    assert argv[argv.index("--speculative-draft-model-path") + 1] == str(published.resolve())
+    module = [sys.executable, "-m", "tests.support.sglang_layouts", str(folder / "target")]
+    done = subprocess.run([*module, str(published)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])[str(published)]
+    assert "error" not in found, found
+    assert (found["method"], found["quantization"]) == ("ModelOptNvFp4A16LinearMethod", "modelopt_fp4")
+    sinks = [f"layers.{layer}.self_attn.attention_sink_bias" for layer in range(2)] if markov else []
+    assert found["own"] == ["embed_tokens.weight", *sinks]
+    assert {"fc", *(["markov_head.markov_w2"] if markov else [])} <= found["errors"].keys()
+    assert max(found["errors"].values()) < CLOSE, found
 
 
 def test_drafts_are_loaded_by_the_methods_that_the_command_names(folder: Path, loaded: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
-from dflash_serve.checkpoint.config import DrafterConfig
+from dflash_serve.checkpoint.config import SLIDING, AttentionKind, DrafterConfig
 from dflash_serve.checkpoint.formats import GROUP, pack_fp4, quantize, unpack_fp4
 from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.storage import Layout as Dialect
@@ -151,6 +151,12 @@ def _compressed(format: str, weights: Mapping[str, Any], inputs: Mapping[str, An
     }
 
 
+def nvfp4_weights(weight: Tensor) -> Stored:
+    """ModelOpt's names, without a scale of the activations."""
+    tensors, plain = nvfp4(weight)
+    return Stored({name: one for name, one in tensors.items() if name != "input_scale"}, plain)
+
+
 def _modelopt(algorithm: str, group: int | None = None) -> dict[str, Any]:
     sized = {} if group is None else {"group_size": group}
     return {"quant_method": "modelopt", "quant_algo": algorithm, **sized, "ignore": ["fc"]}
@@ -224,6 +230,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "modelopt fp8": Layout("fp8", "modelopt", _modelopt("FP8"), fp8_static),
     "modelopt fp8 blocks": Layout("fp8-block", "modelopt", _modelopt("FP8_PB_WO"), fp8_blocks_packed),
     "modelopt nvfp4": Layout("nvfp4", "modelopt", _modelopt("NVFP4", GROUP), nvfp4),
+    "modelopt nvfp4 weights": Layout("nvfp4", "modelopt", _modelopt("W4A16_NVFP4", GROUP), nvfp4_weights),
     "hf fp8": Layout("fp8", "fp8", _fp8(), fp8_tensor),
     "hf fp8 blocks": Layout("fp8-block", "fp8", _fp8(weight_block_size=[BLOCK, BLOCK]), fp8_blocks),
 }
@@ -235,7 +242,7 @@ def stored(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(a drafter's tensors in a layout, its plain tensors): products of layers are quantised, but `dense` ones."""
     kept, plain = dict[str, Tensor](), dict(tensors)
-    shared = layout.store in (nvfp4, nvfp4_packed, nvfp4_both, fp8_static, fp8_tensor)
+    shared = layout.store in (nvfp4, nvfp4_weights, nvfp4_packed, nvfp4_both, fp8_static, fp8_tensor)
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         parent, _, product = module.rpartition(".")
@@ -314,3 +321,53 @@ def errors(model: Module, plain: Path) -> Iterator[tuple[str, float]]:
 
 def relative(made: Tensor, expected: Tensor) -> float:
     return float((made - expected).norm() / expected.norm())
+
+
+def write_nemotron(folder: Path, target: Path, *, markov: bool) -> Path:
+    """Writes a tiny drafter in the form of NVIDIA's for Nemotron 3.5, as `write` does.
+
+    `fc`, the MLPs and the Markov head's second matrix are NVFP4 without scales of activations; attention, the first
+    matrix and a copy of the target's embedding are plain. The plain drafter has no sinks and no block_size.
+    """
+    from tests.unit.checkpoint.published_heads import NEMOTRON_DFLASH, NEMOTRON_DSPARK
+
+    layers = (AttentionKind(window=64, causal=True) if markov else AttentionKind(),) * 2
+    heads = {"markov": {"kind": "vanilla", "rank": 32}, "attention_sinks": True} if markov else {}
+    config = whole_blocks(target, layers=layers, **heads)
+    kept, plain = stored(
+        random_tensors(config), LAYOUTS["modelopt nvfp4 weights"], ("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    for module in ("fc", *(["markov_head.markov_w2"] if markov else [])):
+        kept.pop(f"{module}.weight")
+        found = nvfp4_weights(plain[f"{module}.weight"])
+        plain[f"{module}.weight"] = found.plain
+        kept |= {f"{module}.{leaf}": one for leaf, one in found.tensors.items()}
+    kept["embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size)
+    published, ids = folder / PUBLISHED, list(config.target_layer_ids)
+    published.mkdir(parents=True)
+    save_file(kept, published / "model.safetensors")
+    save_file(plain, folder / PLAIN)
+    raw = NEMOTRON_DSPARK if markov else NEMOTRON_DFLASH
+    same, section = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}, raw["dflash_config"]
+    assert isinstance(section, dict)
+    excluded = ["*embed_tokens*", "*markov_w1*", "*self_attn*"]
+    sizes = config.model_dump(
+        include={
+            *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("vocab_size", "max_position_embeddings"),
+        }
+    )
+    more: dict[str, object] = {"layer_types": [SLIDING] * 2, "sliding_window": 64, "block_size": config.block_size}
+    more |= {"markov_rank": 32, "dspark_markov_rank": 32}
+    fields = {
+        **{**raw, **sizes, **(more if markov else {"layer_types": ["full_attention"] * 2}), **same},
+        **{"num_hidden_layers": 2, "num_aux_layers": len(ids), "pard_token": same["mask_token_id"]},
+        "eagle_aux_hidden_state_layer_ids": [index + 1 for index in ids],
+        "dflash_config": {**section, **same, **({"swa_window_size": 64} if markov else {})},
+        "quantization_config": {
+            **{"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": GROUP},
+            **{"exclude_modules": excluded, "ignore": excluded},
+        },
+    }
+    (published / "config.json").write_text(json.dumps(fields))
+    return published

@@ -16,7 +16,9 @@ from torch.nn.functional import linear
 from dflash_serve.checkpoint.formats import GROUP, unpack_fp4
 
 METHODS = {
-    "sglang.srt.layers.quantization.modelopt_quant": ("ModelOptFp8LinearMethod", "ModelOptFp4LinearMethod"),
+    "sglang.srt.layers.quantization.modelopt_quant": (
+        *("ModelOptFp8LinearMethod", "ModelOptFp4LinearMethod", "ModelOptNvFp4A16LinearMethod"),
+    ),
     "sglang.srt.layers.quantization.fp8": ("Fp8LinearMethod",),
 }
 SCHEMES = ("W8A8Int8", "WNA16", "W8A8Fp8", "W8A16Fp8", "W4A4Fp4", "W4A16Fp4")

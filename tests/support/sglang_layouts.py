@@ -26,12 +26,16 @@ def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.network import get_open_port
 
-    drafting = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft)]
+    markov = json.loads((draft / "config.json").read_text()).get("markov_rank")
+    algorithm = "DSPARK" if markov else "DFLASH"
+    drafting = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
     drafting += ["--speculative-num-draft-tokens", "4", "--speculative-draft-model-quantization", "unquant"]
+    if markov:
+        drafting += ["--speculative-dspark-block-size", "3", "--speculative-draft-attention-backend", "trtllm_mha"]
     device = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"]
     try:
         given = prepare_server_args(["--model-path", target, *device, *drafting])
@@ -42,15 +46,31 @@ def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
             initialize_model_parallel()
             began.append(True)
         config = ModelConfig.from_server_args(given, model_path=str(draft), is_draft_model=True)
-        model = DefaultModelLoader(LoadConfig()).load_model(model_config=config, device_config=DeviceConfig("cpu"))
+        with get_parallel().override(tp_rank=0, attn_tp_rank=0):  # an embedding of its own asks for them
+            model = DefaultModelLoader(LoadConfig()).load_model(model_config=config, device_config=DeviceConfig("cpu"))
         found = dict(errors(model, draft.parent / PLAIN))
         found["context"] = _context(model, draft.parent / PLAIN)
+        found |= _outside(model, draft.parent / PLAIN)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     down = model.layers[0].mlp.down_proj
     scheme = getattr(down, "scheme", None)
     method = type(down.quant_method if scheme is None else scheme).__name__
-    return {"method": method, "quantization": config.quantization, "errors": found}
+    own = [name for name, _ in model.named_parameters() if "sink" in name or name.startswith("embed_tokens")]
+    return {"method": method, "quantization": config.quantization, "errors": found, "own": own}
+
+
+def _outside(model: Any, plain: Path) -> dict[str, float]:
+    """Relative errors of `fc` and of the Markov head's second matrix, where the class takes them as they are stored."""
+    from safetensors.torch import load_file
+
+    numbers, found = load_file(plain), dict[str, float]()
+    for name in ("fc", "markov_head.markov_w2") if model.is_nemotron_35_draft else ():
+        if f"{name}.weight" in numbers:
+            weight = numbers[f"{name}.weight"]
+            given = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+            found[name] = relative(model.get_submodule(name)(given)[0].float(), given.float() @ weight.T)
+    return found
 
 
 def _context(model: Any, plain: Path) -> float:

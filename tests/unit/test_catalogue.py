@@ -128,10 +128,16 @@ def test_the_embedded_engine_is_not_listed_for_targets_that_it_does_not_run() ->
 
 
 def test_what_an_engine_serves_and_we_do_not_read_is_said_and_never_taken() -> None:
-    target = "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4"
+    target = "poolside/Laguna-S-2.1"
     told = CliRunner().invoke(app, ["drafters", target]).output
-    assert "by the engine's own command, not through dflash-serve, sglang: SGLang 0.5.23 knows this layout" in told
+    assert "by the engine's own command, not through dflash-serve, sglang: SGLang 0.5.23 has its class" in told
+    nemotron = "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4"
+    told = CliRunner().invoke(app, ["drafters", nemotron]).output
+    assert "served by sglang" in told
     assert "made for the target in nvfp4" in told
+    found = choose_drafter(auto(nemotron), backend("sglang"))[0].drafter
+    assert found is not None
+    assert found.model == f"{nemotron}-DSpark"
     kimi = json.loads(CliRunner().invoke(app, ["drafters", "moonshotai/Kimi-K3", "--json"]).output)["drafters"]
     mla = next(row for row in kimi if row["repository"] == "Inferact/Kimi-K3-DSpark")
     assert mla["engines"]["tensorrt-llm"]["verdict"] == "engine alone"

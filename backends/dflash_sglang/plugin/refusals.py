@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.adapter.checks import layer_problems
@@ -32,7 +33,8 @@ READ_BY_SGLANG = "mask_embedding.pt"  # a pickle that we refuse to read, but SGL
 def draft_problems(server_args: Any) -> list[Problem]:
     """Problems of the draft named in `server_args`; empty if none is named or it cannot be found."""
     name, revision = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
-    checkpoint = None if name is None else given_checkpoint(name, revision)
+    asked = server_args.speculative_num_draft_tokens or server_args.speculative_dflash_block_size
+    checkpoint = None if name is None else given_checkpoint(name, revision, block_size=asked)
     if checkpoint is None:
         return []
     found = [problem for problem in checkpoint.problems if not problem.where.endswith(READ_BY_SGLANG)]
@@ -73,6 +75,14 @@ LOADER = StrictLoader(
 )
 
 
+WEIGHTS_ALONE = replace(LOADER, unfilled=(*LOADER.unfilled, "input_scale"))
+
+
+def _needs_no_input_scale(module: Any) -> bool:
+    # SGLang's product of W4A16_NVFP4 weights has a parameter for it, and drops it (modelopt_quant.py).
+    return type(getattr(module, "quant_method", None)).__name__ == "ModelOptNvFp4A16LinearMethod"
+
+
 class StrictLoad:
     """Accounts for every tensor and parameter of a draft when it is loaded.
 
@@ -95,7 +105,8 @@ class StrictLoad:
         if self.is_built:
             own = self._own
             return load(model, (one for one in weights if own is None or one[0] in own))
-        loaded, self._own = LOADER.load(lambda given: load(model, given), model, weights)
+        loader = WEIGHTS_ALONE if any(map(_needs_no_input_scale, model.modules())) else LOADER
+        loaded, self._own = loader.load(lambda given: load(model, given), model, weights)
         return loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dflash_serve.adapter.checks import layer_problems
@@ -20,6 +21,16 @@ LOADER = StrictLoader(
     spare=("t2d", "d2t", "rotary_emb."),
     unfilled=("embed_tokens.weight", "lm_head.weight", "mask_embedding", "d2t", *OF_CACHE),
 )
+
+
+WEIGHTS_ALONE = replace(LOADER, unfilled=(*LOADER.unfilled, "input_scale"))
+
+
+def loader_of(model: Any) -> StrictLoader:
+    """The loader of a drafter; products of W4A16_NVFP4 have a parameter `input_scale` that vLLM drops unfilled."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    named = (one for one in methods if type(one).__name__ == "ModelOptLinearMethod")
+    return WEIGHTS_ALONE if any(one.akey is None for one in named) else LOADER  # type: ignore[union-attr]
 
 
 def draft_problems(vllm_config: Any, checkpoint: Checkpoint | None) -> list[Problem]:

@@ -12,7 +12,7 @@ from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from dflash_serve.checkpoint.loading import given_checkpoint
 from dflash_serve.errors import refuse
 
-from .guards import LOADER, draft_problems, reading_problems
+from .guards import draft_problems, loader_of, reading_problems
 
 
 class _Strict:
@@ -32,7 +32,7 @@ class _Strict:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Loads the weights, then accounts for every tensor and every parameter."""
         renamed = ((name.replace("midlayer.", "layers.0."), tensor) for name, tensor in weights)
-        return LOADER.load(super().load_weights, self, renamed)[0]  # type: ignore[misc]
+        return loader_of(self).load(super().load_weights, self, renamed)[0]  # type: ignore[misc]
 
 
 class StrictDFlash(_Strict, DFlashQwen3ForCausalLM):  # type: ignore[misc]

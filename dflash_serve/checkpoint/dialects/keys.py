@@ -11,7 +11,7 @@ RoPE is read and written as transformers 5's `rope_parameters`, or as the older 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast, get_args
 
 from dflash_serve.checkpoint.config import (
@@ -36,7 +36,7 @@ from dflash_serve.errors import UserError
 
 @dataclass(frozen=True)
 class Dialect:
-    """Reader and writer of one dialect of config.json. Tensor names are equal in all dialects."""
+    """Reader and writer of one dialect of config.json. Most names of tensors are equal in all dialects."""
 
     name: str
     matches: Callable[[ConfigSection], bool]
@@ -45,6 +45,7 @@ class Dialect:
     write: Callable[[DrafterConfig, str | None], dict[str, object]]
     """(drafter, the target's name if known) -> config.json; UserError if the dialect cannot describe the drafter."""
     copies_of_target: frozenset[str] = frozenset()  # names of tensors that repeat the target's and are skipped
+    names: Mapping[str, str] = field(default_factory=dict)  # our names of tensors -> the dialect's, where they differ
 
 
 def one_value(values: Set[object], what: str, dialect: str) -> object:
@@ -200,6 +201,7 @@ PARTS: Mapping[str, Callable[[DrafterConfig], bool]] = {
     "a drafter without a Markov head": lambda config: config.markov is None,
     "a confidence head": lambda config: config.confidence is not None,
     "attention sinks": lambda config: config.attention_sinks,
+    "latent attention (MLA)": lambda config: config.latent is not None,
     "convolutions": lambda config: config.convolution is not None,
     "convolutions without a candidate selector": lambda config: config.convolution is not None and not config.selector,
     "convolutions beside a Markov head": lambda config: config.convolution is not None and config.markov is not None,
@@ -468,6 +470,10 @@ def rope_theta_and_scaling(rope: RopeConfig) -> dict[str, object]:
 
 def read_block_size(config: ConfigSection, slots: Slots) -> int:
     """B from `block_size`, which counts a block's rows: B of fill-in slots, B - 1 of anchor-first ones."""
+    if not config.has("block_size"):
+        trained = "the slots that it was trained with, the anchor counted: 8 in most"
+        config.note(f"no {config.named('block_size')}", f"set speculation.block_size (--block-size) to {trained}")
+        return 2
     if slots == "fill-in":
         return config.integer("block_size", minimum=2)
     return config.integer("block_size") + 1

@@ -152,7 +152,12 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
         config,
         NAME,
         *("a mask embedding", "an embedding scale", "an output multiplier", "a soft-cap of the logits"),
-        *("attention sinks", "convolutions without a candidate selector", "convolutions beside a Markov head"),
+        *(
+            "attention sinks",
+            "latent attention (MLA)",
+            "convolutions without a candidate selector",
+            "convolutions beside a Markov head",
+        ),
         "full-attention layers that are causal",
     )
     one_value({kind.window for kind in config.layers} - {None}, "windows", NAME)

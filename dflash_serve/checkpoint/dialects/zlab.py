@@ -201,6 +201,7 @@ def write(config: DrafterConfig, target: str | None) -> dict[str, object]:
 
 def write_fields(config: DrafterConfig, dialect: str) -> tuple[dict[str, object], dict[str, object]]:
     """Top level of a config.json and its `dflash_config`, without Markov and confidence heads."""
+    refuse_parts(config, dialect, "latent attention (MLA)")
     one_value({kind.window for kind in config.layers} - {None}, "windows", dialect)
     causal = {kind.causal for kind in config.layers}
     if len(causal) > 1 and any(kind.causal != (kind.window is not None) for kind in config.layers):

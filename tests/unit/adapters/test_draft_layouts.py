@@ -27,9 +27,13 @@ from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm", "torch")
 PAGE = Path(__file__).parents[3] / "docs/quantised.md"
+INTEGERS = ("w4a16", "w8a16")
 IMPOSSIBLE = {
-    *((layout, format) for layout in ("modelopt", "fp8") for format in ("int8", "w8a16", "w4a16", "mxfp4")),
-    ("fp8", "nvfp4"),
+    *((layout, format) for layout in ("modelopt", "fp8") for format in ("int8", *INTEGERS, "mxfp4")),
+    *(("fp8", format) for format in ("nvfp4", "mxfp8", "mixed")),
+    ("compressed-tensors", "mixed"),
+    *(("gptq", format) for format in get_args(Format) if format not in INTEGERS),
+    *(("awq", format) for format in get_args(Format) if format != "w4a16"),
 }
 """Pairs that no quantiser writes, of the embedded engine's whole table."""
 CT: Layout = "compressed-tensors"
@@ -197,7 +201,7 @@ def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
     rows = [
         line
         for line in PAGE.read_text().splitlines()
-        if line.startswith(("| compressed-tensors ", "| modelopt ", "| fp8 "))
+        if line.startswith(("| compressed-tensors ", "| modelopt ", "| fp8 ", "| gptq ", "| awq "))
     ]
     told = {tuple(cells[0].split()): cells[1:] for row in rows if len(cells := row.strip("| ").split(" | ")) == 5}
     backends = [backend(name) for name in ("torch", "sglang", "vllm", "tensorrt-llm")]

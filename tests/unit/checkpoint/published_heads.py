@@ -113,12 +113,31 @@ NEMOTRON_DFLASH: Raw = {
 """Its plain sibling's, which has no sinks, and no block_size."""
 
 
+KIMI_DSPARK: Raw = {
+    **{"architectures": ["K3DSparkModel"], "model_type": "k3_dspark", "hidden_size": 7168, "intermediate_size": 14336},
+    **{"num_hidden_layers": 5, "num_attention_heads": 64, "num_key_value_heads": 64, **LATENT},
+    **{"mla_use_nope": False, "mla_use_output_gate": False, "vocab_size": 163840, "rms_norm_eps": 1e-05},
+    **{"max_position_embeddings": 1048576, "rope_theta": 50000.0, "num_target_layers": 5, "target_hidden_size": 7168},
+    **{"target_num_hidden_layers": 93, "target_layer_ids": [2, 23, 47, 71, 89], "mask_token_id": 163837},
+    **{"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839, **MARKOV, **CONFIDENCE},
+    **{"tie_word_embeddings": False, "draft_vocab_size": 163840, "_torchspec_version": "0.1.0"},
+    "torch_dtype": "bfloat16",
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32768, "rope_theta": 50000.0},
+        **{"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+"""Inferact/Kimi-K3-DSpark's, which has latent attention, and no block_size."""
+
+
 def config_json(drafter: CataloguedDrafter) -> Raw:
     """Its config.json."""
     owner, _, name = drafter.repository.rpartition("/")
     name = name.partition("-W4A16-")[0]  # a quantised copy
     if name in BY_NAME:
         return BY_NAME[name].config_json()
+    if owner == "Inferact":
+        return KIMI_DSPARK
     if owner == "meta-models":
         return MUSE_GLIMMER
     if "Nemotron" in name:
@@ -127,7 +146,7 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
     if "Domino" in name:
         inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}
         return {**plain, "dflash_config": {**_section(plain), **inner}}
-    if owner in ("deepseek-ai", "LiquidAI", "Inferact"):
+    if owner in ("deepseek-ai", "LiquidAI"):
         return _deepspec(drafter, plain)
     if "speculator." in name or owner == "novita":
         return _speculators(drafter, plain)
@@ -170,9 +189,9 @@ def _deepspec(drafter: CataloguedDrafter, plain: Raw) -> Raw:
     heads = {**MARKOV, **CONFIDENCE} if drafter.kind == "DSpark" else {"markov_rank": 0}
     inner = _section(plain)
     outer = {key: value for key, value in plain.items() if key != "dflash_config"}
-    named = {"LiquidAI": "Lfm2DSparkDraftModel", "Inferact": "K3DSparkModel"}.get(owner, "Qwen3DSparkModel")
+    named = "Lfm2DSparkDraftModel" if owner == "LiquidAI" else "Qwen3DSparkModel"
     named = "Gemma4DSparkModel" if gemma else named
-    more = {"rope_is_neox_style": False} if owner == "LiquidAI" else LATENT if owner == "Inferact" else {}
+    more = {"rope_is_neox_style": False} if owner == "LiquidAI" else {}
     own = {"architectures": [named], "block_size": drafter.block_size - 1, "num_anchors": 512}
     return {**outer, **inner, **heads, **more, **own}
 

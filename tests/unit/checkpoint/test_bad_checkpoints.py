@@ -256,8 +256,8 @@ BAD_CONFIGS: list[tuple[str, Mapping[str, object], str]] = [
     ("zlab", {"dflash_config.attention_sink_bias": True}, "attention_sink_bias [4] is missing"),
     (
         "zlab",
-        {"quantization_config": {"quant_method": "awq"}},
-        "quantised with 'awq' (config.json's quantization_config)",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "quantised with 'bitsandbytes' (config.json's quantization_config)",
     ),
     ("zlab", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ("zlab", {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' without rope_scaling.factor"),

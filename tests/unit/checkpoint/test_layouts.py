@@ -144,7 +144,10 @@ def test_words_are_unpacked_as_they_were_packed(bits: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quant_method": "awq"}, "quantised with 'awq' (config.json's quantization_config), which is not read"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantised with 'bitsandbytes' (config.json's quantization_config), which is not read",
+        ),
         ({"config_groups.group_0.weights.num_bits": 3}, "config_groups.group_0: int3 weights by channel"),
         ({"config_groups.group_0.weights.strategy": "tensor_group"}, "int8 weights by tensor_group"),
         ({"config_groups.group_0.format": "marlin-24"}, "in 'marlin-24'"),

@@ -42,6 +42,9 @@ ENGINES: list[Backend] = [
 SOURCES = {
     ("sglang", "a reduced draft vocabulary"): "models/dflash.py load_weights",
     ("torch", "attention sinks, which"): "dflash_serve/models/drafter.py",
+    ("torch", "latent attention (MLA), which"): "dflash_serve/models/drafter.py",
+    ("sglang", "latent attention (MLA) in a drafter"): "models/dspark.py EntryClass",
+    ("tensorrt-llm", "latent attention (MLA) in a drafter"): "modeling_dspark.py, which #19040 extended",
     ("tensorrt-llm", "attention sinks, which"): "modeling_dflash.py",
     ("sglang", "anchor-first slots"): "models/dflash.py, models/dspark.py",
     ("vllm", "anchor-first slots"): "model_executor/models/qwen3_dflash.py, qwen3_dspark.py",
@@ -56,7 +59,7 @@ def parsed(drafter: CataloguedDrafter) -> tuple[DrafterConfig | None, list[Probl
     """With the confidence head's tensors, as the checkpoints have them."""
     problems: list[Problem] = []
     stored = ["confidence_head.proj.weight"] if drafter.heads and drafter.heads.confidence else []
-    config, _ = parse(config_json(drafter), Path("config.json"), problems, stored=stored)
+    config, _ = parse(config_json(drafter), Path("config.json"), problems, stored=stored, block_size=drafter.block_size)
     return config, problems
 
 
@@ -110,9 +113,12 @@ def test_nemotrons_plain_drafter_lacks_its_block_size_alone() -> None:
     problems: list[Problem] = []
     assert parse(NEMOTRON_DFLASH, Path("config.json"), problems)[0] is None
     assert [problem.what for problem in problems] == ["no dflash_config.block_size"]
+    assert problems[0].do.startswith("set speculation.block_size (--block-size)")
     config, _ = parse({**NEMOTRON_DFLASH, "block_size": 8}, Path("config.json"), problems := [])
     assert problems == []
     assert config is not None
+    assert parse(NEMOTRON_DFLASH, Path("config.json"), problems, block_size=8)[0] == config
+    assert parse({**NEMOTRON_DFLASH, "block_size": 8}, Path("config.json"), problems, block_size=4)[0] == config
     assert (config.words, config.layers, config.rope.factor) == ("", (AttentionKind(),) * 6, 128.0)
 
 
@@ -140,9 +146,10 @@ def test_a_published_config_is_what_the_catalogue_says_and_survives_its_own_dial
     assert config is not None
     assert config.block_size == drafter.block_size
     assert Heads.model_validate(config.parts) == drafter.heads
-    if not config.attention_sinks:
+    if config.not_embedded is None:
         assert shapes_of_model(config) == expected_tensors(config)
-    config, dialect = parse(config_json(drafter), Path("config.json"), problems)  # without its tensors' names
+    raw = config_json(drafter)
+    config, dialect = parse(raw, Path("config.json"), problems, block_size=drafter.block_size)  # no tensors' names
     assert config is not None
     assert dialect is not None
     again, found = parse(DIALECTS[dialect.name].write(config, None), Path("config.json"), problems)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,16 @@ from dflash_serve.adapter.registry import backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict
 from dflash_serve.checkpoint.config import ConvolutionConfig, DrafterConfig, MarkovConfig, SelectorConfig
 from dflash_serve.checkpoint.formats import quantize, relative_error, stored_tensors
-from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
+from dflash_serve.checkpoint.reader import Checkpoint, load_tensors, open_checkpoint
 from dflash_serve.checkpoint.storage import Layout, Scheme
 from dflash_serve.cli.main import app
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
+from dflash_sglang import SGLangBackend
+from dflash_sglang.launch import SGLangLaunch
+from tests.support.draft_layouts import write_nemotron
 from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
+from tests.support.tiny_target import write_tiny_target
 
 CT: Layout = "compressed-tensors"
 SINK = "layers.1.self_attn.attention_sink_bias"
@@ -151,12 +157,59 @@ def test_nvidias_nemotron_is_served_once_it_is_converted(tmp_path: Path) -> None
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[SINK], state[SINK])
 
 
+def nemotron(folder: Path, *, markov: bool, **more: object) -> SGLangLaunch:
+    target = write_tiny_target(folder / "target", family="qwen3", positions=512)
+    edit_json(target / "config.json", {"hidden_size": 128})
+    published = write_nemotron(folder, target, markov=markov)
+    models = {"target": {"model": str(target)}, "drafter": {"model": str(published)}}
+    return SGLangBackend().launch(Deployment.model_validate({**models, "speculation": {"block_size": 4}, **more}))
+
+
+@pytest.mark.parametrize("markov", [True, False])
+def test_sglang_is_given_nemotrons_own_folder_and_its_kernels_of_sinks(markov: bool, tmp_path: Path) -> None:
+    launch = nemotron(tmp_path, markov=markov, hardware={"gpu": "b200"})
+    assert (launch.problems, launch.is_as_published) == ([], True)
+    argv = launch.command(tmp_path / "out").argv
+    given = dict(pairwise(argv))
+    assert given["--speculative-draft-model-path"] == str((tmp_path / "published").resolve())
+    assert given["--speculative-draft-attention-backend"] == ("trtllm_mha" if markov else "fa4")
+    assert given["--speculative-draft-model-quantization"] == "modelopt_fp4"
+    assert not any(file.name.startswith("draft") for file in launch.files(tmp_path / "out"))
+    launch.prepare(tmp_path / "out")
+    assert not (tmp_path / "out" / "draft").exists()
+    assert any("given the drafter's folder as it was published" in note for note in launch.notes)
+    assert launch.checkpoint is not None
+    assert launch.memory is not None
+    assert launch.memory.drafter == sum(header.bytes for header in launch.checkpoint.headers.values())
+    assert {name: backend_verdict(name, launch.checkpoint) for name in ("sglang", "vllm")} == {
+        "sglang": "served",
+        "vllm": "after convert" if markov else "served",
+    }
+
+
+def test_other_forms_and_other_gpus_need_the_conversion(tmp_path: Path) -> None:
+    old = nemotron(tmp_path, markov=True, hardware={"gpu": "a100"})
+    assert any("need SGLang's trtllm_mha, which" in problem.what for problem in old.problems), old.problems
+    edit_json(tmp_path / "published" / "config.json", {"eagle_aux_hidden_state_layer_ids": [9, 9, 9]})
+    other = SGLangBackend().launch(old.deployment)
+    assert not other.is_as_published
+    assert any("fc is quantised, and SGLang's is dense" in problem.what for problem in other.problems)
+
+
+def backend_verdict(name: str, checkpoint: Checkpoint) -> str:
+    return checkpoint_verdict(backend(name), checkpoint, "qwen3").verdict
+
+
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("curvedinf/Qwen3.8-27B-DFlash2-GPTQ-INT8-W8A8-GS128", {"quant_method": "gptq", "bits": 8}, "'gptq'"),
-        ("local-inference-lab/GLM-5.3-Flash-DFlash2-MXFP8", {"quant_algo": "MXFP8"}, "'MXFP8'"),
-        ("a mixed export", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "'MIXED_PRECISION'"),
+        ("GGUF's", {"quant_method": "gguf"}, "'gguf'"),
+        ("AWQ with FP8 activations", {"quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ'"),
+        (
+            "a mixed export",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            "'MIXED_PRECISION' without quantized_layers",
+        ),
     ],
 )
 def test_what_is_not_read_is_one_line(name: str, config: Mapping[str, object], words: str, tmp_path: Path) -> None:
