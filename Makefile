@@ -193,6 +193,13 @@ vllm-contract: .venv-vllm/ready
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
+# SmolLM2's drafter in the layouts that people publish, each on a real server beside the embedded engine, and what `build` writes
+# (in FP8 where .venv-engines is there). The figures of docs/quantised.md are shown at the end.
+.PHONY: test-layouts
+test-layouts: .venv-sglang/ready .venv-vllm/ready
+	DFLASH_SERVE_TEST_LAYOUTS=1 $(VLLM_BIN)/$(PYTEST) -rP tests/vllm/test_quantised.py
+	DFLASH_SERVE_TEST_LAYOUTS=1 $(SGLANG_BIN)/$(PYTEST) -rP tests/sglang/test_quantised.py
+
 # What we take from the newest SGLang and vLLM that their projects have released: arguments, configuration, names. A failure says
 # what a next release of ours must read; releases that we do not know are refused until then. Which faults of `upstream/` these
 # releases have mended is printed.

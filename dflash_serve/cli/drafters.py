@@ -321,11 +321,15 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     pairing += [f"made for the target in {drafter.target_precision}"] if drafter.target_precision else []
     pairing += [f"thinking {drafter.thinking}"] if drafter.thinking else []
     pairing += ["gated: accept its terms on the hub"] if drafter.gated else []
+    fields = {"format of its weights": drafter.weights, "precision of its target": drafter.target_precision}
+    fields |= {"thinking": drafter.thinking, "gate": drafter.gated}
+    unknown = [name for name, value in fields.items() if value is None]
     lines = [
         f"{drafter.repository}  for {drafter.target}",
         f"  {drafter.kind}{heads}, block size {drafter.block_size or 'not known'}",
         f"  revision {pinned}; licence {drafter.licence or 'not known'}",
         *([f"  {'; '.join(pairing)}"] if pairing else []),
+        *([f"  not known: {', '.join(unknown)}"] if unknown else []),
         f"  served by {', '.join(serving) or 'none through dflash-serve'}",
         *(f"  {LEAD[each.verdict]} {name}: {each.why}" for name, each in verdicts.items() if each.verdict in LEAD),
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),

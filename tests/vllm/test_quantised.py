@@ -1,0 +1,128 @@
+"""Quantised drafters of SmolLM2 on vLLM's real server on a CPU: no token changes, and they draft as their numbers do.
+
+`OWN` run by the kernels that vLLM has for CPUs; `OF_GPUS` by those of `tests/support/vllm_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dflash_serve.cli.main import app
+from tests.support.quantised_smollm2 import (
+    BLOCK,
+    STAND_INS,
+    STREAMS,
+    TOKENS,
+    WITHIN,
+    WITHOUT_VNNI,
+    Tokens,
+    drafted_as_ours,
+    encoded_prompts,
+    write_smollm2,
+)
+from tests.support.vllm_server import OnCpu, serving, smollm2
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif("DFLASH_SERVE_TEST_LAYOUTS" not in os.environ, reason="make test-layouts"),
+]
+AVX512 = torch.cpu._is_avx512_supported()
+VNNI = torch.cpu._is_vnni_supported()
+OWN = (
+    WITHOUT_VNNI,
+    "fp8 rows",
+    "fp8 tensor",
+    pytest.param("int8", marks=pytest.mark.skipif(not VNNI, reason="oneDNN's sums overflow without VNNI")),
+    pytest.param("w4a16", marks=pytest.mark.skipif(not AVX512, reason="vLLM's W4A16 needs AVX-512")),
+)
+OF_GPUS = ("int8", "w4a16", "w8a16", "nvfp4", "nvfp4 weights", "mxfp4", "modelopt fp8", "modelopt nvfp4", "hf fp8")
+REPOSITORY = Path(__file__).parents[2]
+ENGINES = REPOSITORY / ".venv-engines/bin/python"
+"""Has ModelOpt, where `make test-engines` was run; ENGINES_PYTHON names another."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Tokens:
+    return encoded_prompts()
+
+
+@pytest.fixture(scope="module")
+def truth(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    """What vLLM answers without speculation."""
+    with serving(tmp_path_factory.mktemp("plain"), smollm2("off")) as server:
+        return server.tokens(prompts, TOKENS, STREAMS)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_vllms_own_kernels_draft_as_the_numbers_do(name: str, prompts: Tokens, truth: Tokens, tmp_path: Path) -> None:
+    """They round the activations, too."""
+    drafter = write_smollm2(tmp_path, name)
+    with serving(tmp_path / "server", smollm2(BLOCK, drafter={"model": str(drafter)})) as server:
+        found = drafted_as_ours(server, drafter, prompts, truth)
+    print(f"vllm, its kernel, {name}: {found}")
+    assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
+
+
+@pytest.mark.parametrize("name", OF_GPUS)
+def test_what_cpus_have_no_kernel_for_drafts_as_the_numbers_do(
+    name: str, prompts: Tokens, truth: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_vllm.checks.storage_problems", lambda *_, **__: iter(()))  # says that there is none
+    drafter, backend = write_smollm2(tmp_path, name), OnCpu("--enforce-eager", env=STAND_INS)
+    with serving(tmp_path / "server", smollm2(BLOCK, drafter={"model": str(drafter)}), backend) as server:
+        found = drafted_as_ours(server, drafter, prompts, truth)
+    print(f"vllm, stand-in, {name}: {found}")
+    assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
+
+
+def built_in_int8(folder: Path) -> Path:
+    """By `build`, which needs no ModelOpt for it."""
+    recipe = written_recipe(folder, "int8")
+    result = CliRunner().invoke(app, ["build", str(recipe), "--output", str(folder / "out")])
+    assert result.exit_code == 0, result.output
+    return folder / "out/drafter-int8"
+
+
+def built_in_fp8(folder: Path) -> Path:
+    """By `build` with ModelOpt, and repacked: vLLM runs ModelOpt's FP8 in bfloat16 alone."""
+    python = Path(os.environ.get("ENGINES_PYTHON", ENGINES))
+    if not python.exists():
+        pytest.skip("ModelOpt is not installed: make .venv-engines/ready")
+    recipe, run = written_recipe(folder, "fp8"), "from dflash_serve.cli.main import run; run()"
+    made, repacked = folder / "out/drafter-fp8", folder / "repacked"
+    for words in (
+        ["build", recipe, "--output", folder / "out"],
+        ["convert", made, repacked, "--layout", "compressed-tensors"],
+    ):
+        done = subprocess.run([python, "-c", run, *map(str, words)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return repacked
+
+
+def written_recipe(folder: Path, format: str) -> Path:
+    deployment = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}, "hardware": {"gpu": "none"}}
+    recipe = {"deployment": deployment, "build": {"drafter": [format], "calibration": {"count": 4, "max_tokens": 32}}}
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+@pytest.mark.parametrize("build", [built_in_int8, built_in_fp8])
+def test_a_drafter_that_build_wrote_is_served(
+    build: Callable[[Path], Path], prompts: Tokens, truth: Tokens, tmp_path: Path
+) -> None:
+    """Without VNNI oneDNN overflows where INT8 uses all 8 bits: the tokens are right, the acceptance is lower."""
+    drafter = build(tmp_path)
+    with serving(tmp_path / "server", smollm2(BLOCK, drafter={"model": str(drafter)})) as server:
+        found = drafted_as_ours(server, drafter, prompts, truth)
+    print(f"vllm, its kernel, {build.__name__}: {found}")
+    if VNNI or build is not built_in_int8:
+        assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
