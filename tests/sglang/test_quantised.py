@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.quantised_smollm2 import (
     BLOCK,
+    OF_GPUS,
     STAND_INS,
     STREAMS,
     TOKENS,
@@ -28,7 +29,6 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif("DFLASH_SERVE_TEST_LAYOUTS" not in os.environ, reason="make test-layouts"),
 ]
-NAMES = ("int8", "fp8 rows", "fp8 tensor", "nvfp4", "nvfp4 weights", "modelopt fp8", "modelopt nvfp4", "hf fp8")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def truth(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
         return server.tokens(prompts, TOKENS, STREAMS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_GPUS["sglang"])
 def test_a_quantised_drafter_changes_no_token_and_drafts_as_its_numbers_do(
     name: str, prompts: Tokens, truth: Tokens, tmp_path: Path
 ) -> None:

@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 from dflash_serve.cli.main import app
 from tests.support.quantised_smollm2 import (
     BLOCK,
+    OF_GPUS,
+    OWN,
     STAND_INS,
     STREAMS,
     TOKENS,
     WITHIN,
-    WITHOUT_VNNI,
     Tokens,
     drafted_as_ours,
     encoded_prompts,
@@ -36,14 +37,10 @@ pytestmark = [
 ]
 AVX512 = torch.cpu._is_avx512_supported()
 VNNI = torch.cpu._is_vnni_supported()
-OWN = (
-    WITHOUT_VNNI,
-    "fp8 rows",
-    "fp8 tensor",
+ON_THIS_CPU = (
     pytest.param("int8", marks=pytest.mark.skipif(not VNNI, reason="oneDNN's sums overflow without VNNI")),
     pytest.param("w4a16", marks=pytest.mark.skipif(not AVX512, reason="vLLM's W4A16 needs AVX-512")),
 )
-OF_GPUS = ("int8", "w4a16", "w8a16", "nvfp4", "nvfp4 weights", "mxfp4", "modelopt fp8", "modelopt nvfp4", "hf fp8")
 REPOSITORY = Path(__file__).parents[2]
 ENGINES = REPOSITORY / ".venv-engines/bin/python"
 """Has ModelOpt, where `make test-engines` was run; ENGINES_PYTHON names another."""
@@ -61,7 +58,7 @@ def truth(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
         return server.tokens(prompts, TOKENS, STREAMS)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN["vllm"], *ON_THIS_CPU])
 def test_vllms_own_kernels_draft_as_the_numbers_do(name: str, prompts: Tokens, truth: Tokens, tmp_path: Path) -> None:
     """They round the activations, too."""
     drafter = write_smollm2(tmp_path, name)
@@ -71,7 +68,7 @@ def test_vllms_own_kernels_draft_as_the_numbers_do(name: str, prompts: Tokens, t
     assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
 
 
-@pytest.mark.parametrize("name", OF_GPUS)
+@pytest.mark.parametrize("name", OF_GPUS["vllm"])
 def test_what_cpus_have_no_kernel_for_drafts_as_the_numbers_do(
     name: str, prompts: Tokens, truth: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
