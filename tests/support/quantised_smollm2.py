@@ -29,10 +29,21 @@ WITHIN = 0.03
 WITHOUT_VNNI = "int8 up to 63"
 """INT8 with whole numbers whose sums of products fit CPUs without VNNI: there oneDNN adds two products in 16 bits."""
 CASES: Mapping[str, Layout] = {**LAYOUTS, WITHOUT_VNNI: replace(LAYOUTS["int8"], store=partial(int8, largest=63))}
-OWN: Mapping[str, tuple[str, ...]] = {"vllm": (WITHOUT_VNNI, "fp8 rows", "fp8 tensor"), "sglang": ()}
+OWN: Mapping[str, tuple[str, ...]] = {"vllm": (WITHOUT_VNNI, "fp8 rows"), "sglang": ()}
 """Layouts that an engine's own kernels run on every CPU; vLLM's run `int8` with VNNI and `w4a16` with AVX-512."""
 OF_GPUS: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("int8", "w4a16", "w8a16", "nvfp4", "nvfp4 weights", "mxfp4", "modelopt fp8", "modelopt nvfp4", "hf fp8"),
+    "vllm": (
+        "int8",
+        "w4a16",
+        "w8a16",
+        "fp8 tensor",
+        "nvfp4",
+        "nvfp4 weights",
+        "mxfp4",
+        "modelopt fp8",
+        "modelopt nvfp4",
+        "hf fp8",
+    ),
     "sglang": ("int8", "fp8 rows", "fp8 tensor", "nvfp4", "nvfp4 weights", "modelopt fp8", "modelopt nvfp4", "hf fp8"),
 }
 """Layouts of which each product is a stand-in's. Others do not fit SmolLM2's drafter: FP8 blocks, SGLang's tiles."""

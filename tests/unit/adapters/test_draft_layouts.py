@@ -187,9 +187,13 @@ def test_a_dry_run_shows_the_recipe_that_prepare_writes(engine: str, tmp_path: P
     assert written.quantised == given.quantised
 
 
-def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(tmp_path: Path) -> None:
-    launch = server_backend("vllm").launch(deployment(tmp_path, W8A16, hardware={"gpu": "none"}))
-    assert any("no kernel on CPUs for W8A16" in problem.what for problem in launch.problems)
+@pytest.mark.parametrize("scheme", [W8A16, Scheme("fp8", CT, static_inputs=True), INT8, FP8_ROWS])
+def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(scheme: Scheme, tmp_path: Path) -> None:
+    launch = server_backend("vllm").launch(deployment(tmp_path, scheme, hardware={"gpu": "none"}))
+    told = [problem.what for problem in launch.problems if "no kernel on CPUs" in problem.what]
+    expected = {"w8a16": "W8A16 (compressed-tensors)", "fp8": "FP8 (compressed-tensors) with a scale of the tensor"}
+    served = scheme in (INT8, FP8_ROWS)
+    assert told == ([] if served else [f"vLLM has no kernel on CPUs for {expected[scheme.format]}"])
 
 
 def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
