@@ -193,8 +193,8 @@ vllm-contract: .venv-vllm/ready
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 
-# SmolLM2's drafter in the layouts that people publish, each on a real server beside the embedded engine, and what `build` writes
-# (in FP8 where .venv-engines is there). The figures of docs/quantised.md are shown at the end.
+# SmolLM2's drafter in the layouts that people publish, each on a real server beside the embedded engine, and what `build`
+# writes in INT8. The figures of docs/quantised.md are shown at the end.
 .PHONY: test-layouts
 test-layouts: .venv-sglang/ready .venv-vllm/ready
 	DFLASH_SERVE_TEST_LAYOUTS=1 $(VLLM_BIN)/$(PYTEST) -rP tests/vllm/test_quantised.py

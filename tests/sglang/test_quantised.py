@@ -23,7 +23,7 @@ from tests.support.quantised_smollm2 import (
     encoded_prompts,
     write_smollm2,
 )
-from tests.support.sglang_server import OnCpu, serving, smollm2
+from tests.support.sglang_server import FORKED, OnCpu, serving, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -48,7 +48,7 @@ def test_a_quantised_drafter_changes_no_token_and_drafts_as_its_numbers_do(
     name: str, prompts: Tokens, truth: Tokens, tmp_path: Path
 ) -> None:
     drafter = write_smollm2(tmp_path, name)
-    with serving(tmp_path / "server", smollm2(BLOCK, str(drafter)), OnCpu(env=STAND_INS)) as server:
+    with serving(tmp_path / "server", smollm2(BLOCK, str(drafter)), OnCpu(env={**FORKED, **STAND_INS})) as server:
         found = drafted_as_ours(server, drafter, prompts, truth)
     print(f"sglang, stand-in, {name}: {found}")
     assert found.ratio[0] == pytest.approx(1, abs=WITHIN)

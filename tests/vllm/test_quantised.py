@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,9 +39,6 @@ ON_THIS_CPU = (
     pytest.param("int8", marks=pytest.mark.skipif(not VNNI, reason="oneDNN's sums overflow without VNNI")),
     pytest.param("w4a16", marks=pytest.mark.skipif(not AVX512, reason="vLLM's W4A16 needs AVX-512")),
 )
-REPOSITORY = Path(__file__).parents[2]
-ENGINES = REPOSITORY / ".venv-engines/bin/python"
-"""Has ModelOpt, where `make test-engines` was run; ENGINES_PYTHON names another."""
 
 
 @pytest.fixture(scope="module")
@@ -80,46 +75,24 @@ def test_what_cpus_have_no_kernel_for_drafts_as_the_numbers_do(
     assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
 
 
-def built_in_int8(folder: Path) -> Path:
-    """By `build`, which needs no ModelOpt for it."""
-    recipe = written_recipe(folder, "int8")
+def built(folder: Path) -> Path:
+    """What `build` writes in INT8, which needs no ModelOpt."""
+    deployment = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}, "hardware": {"gpu": "none"}}
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps({"deployment": deployment, "build": {"drafter": ["int8"]}}))
     result = CliRunner().invoke(app, ["build", str(recipe), "--output", str(folder / "out")])
     assert result.exit_code == 0, result.output
     return folder / "out/drafter-int8"
 
 
-def built_in_fp8(folder: Path) -> Path:
-    """By `build` with ModelOpt, and repacked: vLLM runs ModelOpt's FP8 in bfloat16 alone."""
-    python = Path(os.environ.get("ENGINES_PYTHON", ENGINES))
-    if not python.exists():
-        pytest.skip("ModelOpt is not installed: make .venv-engines/ready")
-    recipe, run = written_recipe(folder, "fp8"), "from dflash_serve.cli.main import run; run()"
-    made, repacked = folder / "out/drafter-fp8", folder / "repacked"
-    for words in (
-        ["build", recipe, "--output", folder / "out"],
-        ["convert", made, repacked, "--layout", "compressed-tensors"],
-    ):
-        done = subprocess.run([python, "-c", run, *map(str, words)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return repacked
-
-
-def written_recipe(folder: Path, format: str) -> Path:
-    deployment = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}, "hardware": {"gpu": "none"}}
-    recipe = {"deployment": deployment, "build": {"drafter": [format], "calibration": {"count": 4, "max_tokens": 32}}}
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    return path
-
-
-@pytest.mark.parametrize("build", [built_in_int8, built_in_fp8])
-def test_a_drafter_that_build_wrote_is_served(
-    build: Callable[[Path], Path], prompts: Tokens, truth: Tokens, tmp_path: Path
-) -> None:
+def test_a_drafter_that_build_wrote_is_served(prompts: Tokens, truth: Tokens, tmp_path: Path) -> None:
     """Without VNNI oneDNN overflows where INT8 uses all 8 bits: the tokens are right, the acceptance is lower."""
-    drafter = build(tmp_path)
+    drafter = built(tmp_path)
     with serving(tmp_path / "server", smollm2(BLOCK, drafter={"model": str(drafter)})) as server:
         found = drafted_as_ours(server, drafter, prompts, truth)
-    print(f"vllm, its kernel, {build.__name__}: {found}")
-    if VNNI or build is not built_in_int8:
-        assert found.ratio[0] == pytest.approx(1, abs=WITHIN)
+    print(f"vllm, its kernel, int8 by build: {found}")
+    assert found.ratio[0] == pytest.approx(1, abs=WITHIN) if VNNI else found.ratio[0] > FEWER
+
+
+FEWER = 0.7
+"""Least acceptance by ours where INT8's products overflow."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from dflash_serve.adapter.draft_layouts import layout_verdict, stored_bytes
+from dflash_serve.adapter.draft_layouts import SERVED, Layouts, layout_verdict, stored_bytes
 from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict, rule
@@ -23,6 +23,7 @@ from dflash_serve.planning.pair import read_pair
 from dflash_vllm.settings import VLLMSettings
 from tests.support.draft_layouts import LAYOUTS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
+from tests.support.quantised_smollm2 import CASES, OF_GPUS, OWN
 from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm", "torch")
@@ -209,6 +210,25 @@ def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
         found = [layout_verdict(one.layouts, layout, format, one.name).verdict for one in backends]  # type: ignore[attr-defined]
         assert verdicts == found, (layout, format)
     assert {one for each in backends for one in each.layouts} - {*told} == IMPOSSIBLE  # type: ignore[attr-defined]
+
+
+def test_the_page_tells_of_each_layout_how_it_was_run() -> None:
+    """The suite's lists, by name: what is in none of an engine's is asked of its class alone."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    told = {name.strip("`"): (layout, *cells) for name, layout, *cells in rows}
+    assert told.keys() == CASES.keys()
+    for name, (layout, *cells) in told.items():
+        asked = CASES[name]
+        assert layout == f"{asked.dialect} {asked.format}"
+        for engine, cell in zip(("sglang", "vllm"), cells, strict=True):
+            served = engine_layouts(engine).get((asked.dialect, asked.format)) is SERVED
+            how = "server" if name in OWN[engine] else "stand-in" if name in OF_GPUS[engine] else "class"
+            assert cell.partition(":")[0] == (how if served else "refused"), (name, engine)
+
+
+def engine_layouts(name: str) -> Layouts:
+    found: Layouts = backend(name).layouts  # type: ignore[attr-defined]
+    return found
 
 
 def test_the_contract_tests_ask_for_every_layout_of_the_tables() -> None:
