@@ -321,9 +321,13 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     pairing += [f"made for the target in {drafter.target_precision}"] if drafter.target_precision else []
     pairing += [f"thinking {drafter.thinking}"] if drafter.thinking else []
     pairing += ["gated: accept its terms on the hub"] if drafter.gated else []
-    fields = {"format of its weights": drafter.weights, "precision of its target": drafter.target_precision}
-    fields |= {"thinking": drafter.thinking, "gate": drafter.gated}
-    unknown = [name for name, value in fields.items() if value is None]
+    fields = {
+        "format of its weights": drafter.weights is not None,
+        "precision of its target": drafter.target_precision is not None,
+        "thinking": drafter.thinking is not None,
+        "gate": drafter.gated is not None,
+    }
+    unknown = [name for name, known in fields.items() if not known]
     lines = [
         f"{drafter.repository}  for {drafter.target}",
         f"  {drafter.kind}{heads}, block size {drafter.block_size or 'not known'}",
