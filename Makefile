@@ -186,10 +186,11 @@ test-vllm: .venv-vllm/ready
 	$(MAKE) --jobs=2 --output-sync=target vllm-servers vllm-contract
 
 vllm-servers: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py
+	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py tests/vllm/test_quantised.py
 
 vllm-contract: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py --ignore=tests/vllm/test_quantised.py tests/vllm \
+	  tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 

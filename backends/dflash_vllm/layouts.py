@@ -42,7 +42,11 @@ LAYOUTS: Layouts = {
     ("fp8", "fp8-block"): SERVED,
 }
 ON_CPUS = {("compressed-tensors", "int8"), ("compressed-tensors", "fp8"), ("compressed-tensors", "w4a16")}
-"""Layouts for which vLLM 0.32 has kernels on CPUs in float32; W4A16 needs AVX-512."""
+"""Layouts for which vLLM 0.32 has kernels on CPUs in float32; W4A16 needs AVX-512.
+
+FP8 with a scale of the tensor is rounded anew when it is loaded (`requantize_with_max_scale`), by an operator that
+builds for CPUs declare and do not have: they load scales of rows alone.
+"""
 
 
 def storage_problems(
@@ -63,8 +67,9 @@ def storage_problems(
         return
     yield from slice_problems(checkpoint, devices, FACTS.title)
     quantization = checkpoint.quantization
-    if on_cpu and (quantization.layout, quantization.format) not in ON_CPUS:
-        what = f"vLLM has no kernel on CPUs for {quantization.words}"
+    of_tensor = quantization.format == "fp8" and any(one.strategy == "tensor" for one in checkpoint.quantised.values())
+    if on_cpu and ((quantization.layout, quantization.format) not in ON_CPUS or of_tensor):
+        what = f"vLLM has no kernel on CPUs for {quantization.words}" + (" with a scale of the tensor" * of_tensor)
         yield Problem(what, where, "use a GPU, or `dflash-serve convert --dequantise` it")
     elif dtype == "float32" and quantization.layout != "compressed-tensors":
         what = f"vLLM runs {quantization.words} in bfloat16 and float16 only"

@@ -45,6 +45,7 @@ FULL = (
     "head. This needs a drafter whose own head is a copy of rows of that head."
 )
 MARKOV = "Add a Markov head that changes no draft: zero, as SGLang's DSPARK wants one, or fresh, to be trained."
+CATALOGUED = ("format of its weights", "precision of its target", "thinking", "gate")  # what a row may not know
 DEQUANTISE = "Write quantised weights in bf16, which every engine loads."
 LAYOUT = "Quantiser whose layout quantised weights are written in; its own unless given."
 OWN_HEAD = "lm_head.weight"
@@ -324,11 +325,14 @@ def _published(drafter: CataloguedDrafter, verdicts: Verdicts) -> str:
     pairing += [f"made for the target in {drafter.target_precision}"] if drafter.target_precision else []
     pairing += [f"thinking {drafter.thinking}"] if drafter.thinking else []
     pairing += ["gated: accept its terms on the hub"] if drafter.gated else []
+    values = (drafter.weights, drafter.target_precision, drafter.thinking, drafter.gated)
+    unknown = [name for name, value in zip(CATALOGUED, values, strict=True) if value is None]
     lines = [
         f"{drafter.repository}  for {drafter.target}",
         f"  {drafter.kind}{heads}, block size {drafter.block_size or 'not known'}",
         f"  revision {pinned}; licence {drafter.licence or 'not known'}",
         *([f"  {'; '.join(pairing)}"] if pairing else []),
+        *([f"  not known: {', '.join(unknown)}"] if unknown else []),
         f"  served by {', '.join(serving) or 'none through dflash-serve'}",
         *(f"  {LEAD[each.verdict]} {name}: {each.why}" for name, each in verdicts.items() if each.verdict in LEAD),
         *([f"  published acceptance length: {'; '.join(figures)}"] if figures else []),

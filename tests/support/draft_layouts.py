@@ -23,7 +23,8 @@ from dflash_serve.checkpoint.formats import GROUP, pack_fp4, quantize, unpack_fp
 from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.storage import Layout as Dialect
 from dflash_serve.checkpoint.tensors import FUSED
-from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config, write_tiny_drafter
+from dflash_serve.checkpoint.writer import write_drafter
+from tests.support.tiny import edit_json, random_tensors, tiny_drafter_config
 from tests.support.tiny_target import SPECIALS
 
 FP8, BLOCK = torch.float8_e4m3fn, 128
@@ -38,10 +39,10 @@ class Stored(NamedTuple):
     plain: Tensor
 
 
-def int8(weight: Tensor) -> Stored:
-    """W8A8: a scale for every row."""
-    scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    values = (weight / scale).round().clamp(-128, 127)
+def int8(weight: Tensor, largest: int = 127) -> Stored:
+    """W8A8: a scale for every row, whole numbers up to `largest`."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / largest
+    values = (weight / scale).round().clamp(-largest - 1, largest)
     return Stored({"weight": values.to(torch.int8), "weight_scale": scale}, values * scale)
 
 
@@ -283,10 +284,24 @@ PUBLISHED, PLAIN = "published", "plain.safetensors"
 """In a folder of `write`: the drafter, and the numbers that its tensors stand for."""
 
 
-def write(folder: Path, config: DrafterConfig, layout: Layout | None, dense: Collection[str] = ()) -> Path:
-    """Writes a random drafter as it is published in a layout (None: plain); returns its folder below `folder`."""
-    published = write_tiny_drafter(folder / PUBLISHED, config)
-    tensors = random_tensors(config)
+def write(
+    folder: Path,
+    config: DrafterConfig,
+    layout: Layout | None,
+    dense: Collection[str] = (),
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Writes a drafter as it is published in a layout (None: plain); returns its folder below `folder`.
+
+    Args:
+        folder: for the drafter and for its numbers.
+        config: the drafter.
+        layout: of its products.
+        dense: endings of products that stay as they are; `fc` always does.
+        tensors: of the drafter, in floats; None = random ones.
+    """
+    published, tensors = folder / PUBLISHED, dict(tensors or random_tensors(config))
+    write_drafter(published, config, tensors)
     kept, plain = (tensors, tensors) if layout is None else stored(tensors, layout, dense)
     save_file(kept, published / "model.safetensors")
     save_file(plain, folder / PLAIN)

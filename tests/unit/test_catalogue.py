@@ -174,6 +174,7 @@ def test_what_is_not_known_is_shown_as_such() -> None:
     told = CliRunner().invoke(app, ["drafters", "Qwen/Qwen3.8-Flash-Next"]).output
     assert "DFlash2, block size not known" in told
     assert "revision not pinned; licence not known" in told
+    assert "not known: format of its weights, precision of its target, thinking, gate" in told
     assert "not known of sglang: its config.json is not known" in told
 
 

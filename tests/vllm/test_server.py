@@ -20,10 +20,8 @@ from safetensors.torch import load_file
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.adapter import counters as ours
-from dflash_serve.checkpoint.formats import QuantizedTensor, stored_tensors
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.checkpoint.source import BUNDLED_DRAFTER, target_folder
-from dflash_serve.checkpoint.storage import Scheme
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import read_acceptance
@@ -82,24 +80,6 @@ def write_reduced_drafter(folder: Path) -> Path:
     return folder
 
 
-def write_int8_drafter(folder: Path) -> Path:
-    """The drafter we ship in W8A8: whole numbers up to 63, whose sums of products fit CPUs without VNNI, too.
-
-    There oneDNN adds two products in 16 bits, and vLLM multiplies larger numbers wrongly.
-    """
-    drafter = open_checkpoint(BUNDLED_DRAFTER)
-    assert drafter.config is not None
-    scheme, tensors = Scheme("int8", "compressed-tensors", "channel"), load_tensors(drafter)
-    quantised = {name.removesuffix(".weight"): scheme for name in tensors if name.endswith("_proj.weight")}
-    for module in quantised:
-        weight = tensors.pop(f"{module}.weight").float()
-        scale = weight.abs().amax(dim=1, keepdim=True) / 63
-        whole = QuantizedTensor("int8", (weight / scale).round().to(torch.int8), scale)
-        tensors |= {f"{module}.{leaf}": one for leaf, one in stored_tensors(scheme, whole).items()}
-    write_drafter(folder, drafter.config, tensors, quantised=quantised)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Fleet[Server]]:
     """Without speculation (`plain`), and at every kind of width."""
@@ -113,7 +93,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
         "auto": (smollm2("auto"), OnCpu(env=costs)),
         "3": (smollm2(3, limits={**LIMITS, "max_batch_size": AT_ONCE}), OnCpu()),
         "static": (smollm2(8), OnCpu(*static_flags(), env={"VLLM_PLUGINS": "cpu_repair"})),
-        "int8": (smollm2(8, drafter={"model": str(write_int8_drafter(folder / "int8 drafter"))}), OnCpu()),
         "reduced": (smollm2(8, drafter={"model": str(write_reduced_drafter(folder / "reduced drafter"))}), OnCpu()),
     }
     with fleet(serving, folder, wanted, ahead=ahead(pytestconfig)) as running:
@@ -196,9 +175,7 @@ def assert_nothing_changed(server: Server, prompts: Tokens, truth: Mapping[str, 
     assert (server.samples.total(HITS) or 0) > 0
 
 
-def assert_it_accepts_as_ours(
-    server: Server, drafter: str, prompts: Tokens, truth: Mapping[str, Any], within: float = 0.03
-) -> None:
+def assert_it_accepts_as_ours(server: Server, drafter: str, prompts: Tokens, truth: Mapping[str, Any]) -> None:
     """Whole blocks at ten streams: the same tokens, and the embedded engine's acceptance length within 3 %.
 
     vLLM counts the step that an answer ends with whole, however little of it the answer has room for.
@@ -213,8 +190,8 @@ def assert_it_accepts_as_ours(
     for chunk in llm.stream(prompts[:PROMPTS], params):
         gained[chunk.index].append(len(chunk.token_ids))
     ours = [tokens for answer in gained.values() for tokens in steps_within(answer, TOKENS)]
-    assert found.verifications == pytest.approx(len(ours), rel=within)
-    assert found.acceptance_length == pytest.approx(fmean(ours), rel=within)
+    assert found.verifications == pytest.approx(len(ours), rel=0.03)
+    assert found.acceptance_length == pytest.approx(fmean(ours), rel=0.03)
 
 
 def steps_within(gained: Sequence[int], limit: int) -> Iterator[int]:
@@ -249,17 +226,6 @@ def test_whole_blocks_change_no_token_and_accept_what_the_embedded_engine_does(
     long = joined(prompts)[5:][: 3 * BLOCK + 1]
     server.complete(long, 1)
     assert_a_cached_prompt_is_drafted_from_as_a_new_one(server, long)
-
-
-@pytest.mark.thorough
-def test_a_drafter_in_int8_drafts_as_ours_with_its_numbers(servers: Fleet[Server], prompts: Tokens) -> None:
-    """vLLM rounds the activations, too; the embedded engine dequantises the same drafter.
-
-    One run on a CPU without VNNI took 148 verifications where the embedded engine took 142: 4 % more.
-    """
-    plain, server = (servers[name].ready.result() for name in ("plain", "int8"))
-    truth = {"ten streams": plain.tokens(prompts[:PROMPTS], TOKENS, STREAMS)}
-    assert_it_accepts_as_ours(server, str(server.folder / "draft"), prompts, truth, within=0.1)
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from dflash_serve.adapter.draft_layouts import layout_verdict, stored_bytes
+from dflash_serve.adapter.draft_layouts import SERVED, Layouts, layout_verdict, stored_bytes
 from dflash_serve.adapter.launch import EngineLaunch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.adapter.verdicts import checkpoint_verdict, rule
@@ -23,6 +23,8 @@ from dflash_serve.planning.pair import read_pair
 from dflash_vllm.settings import VLLMSettings
 from tests.support.draft_layouts import LAYOUTS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
+from tests.support.quantised_smollm2 import CASES
+from tests.support.quantised_smollm2 import SERVED as ON_SERVERS
 from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_drafter
 
 ENGINES = ("sglang", "vllm", "tensorrt-llm", "torch")
@@ -191,9 +193,13 @@ def test_a_dry_run_shows_the_recipe_that_prepare_writes(engine: str, tmp_path: P
     assert written.quantised == given.quantised
 
 
-def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(tmp_path: Path) -> None:
-    launch = server_backend("vllm").launch(deployment(tmp_path, W8A16, hardware={"gpu": "none"}))
-    assert any("no kernel on CPUs for W8A16" in problem.what for problem in launch.problems)
+@pytest.mark.parametrize("scheme", [W8A16, Scheme("fp8", CT, static_inputs=True), INT8, FP8_ROWS])
+def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(scheme: Scheme, tmp_path: Path) -> None:
+    launch = server_backend("vllm").launch(deployment(tmp_path, scheme, hardware={"gpu": "none"}))
+    told = [problem.what for problem in launch.problems if "no kernel on CPUs" in problem.what]
+    expected = {"w8a16": "W8A16 (compressed-tensors)", "fp8": "FP8 (compressed-tensors) with a scale of the tensor"}
+    served = scheme in (INT8, FP8_ROWS)
+    assert told == ([] if served else [f"vLLM has no kernel on CPUs for {expected[scheme.format]}"])
 
 
 def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
@@ -209,6 +215,25 @@ def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
         found = [layout_verdict(one.layouts, layout, format, one.name).verdict for one in backends]  # type: ignore[attr-defined]
         assert verdicts == found, (layout, format)
     assert {one for each in backends for one in each.layouts} - {*told} == IMPOSSIBLE  # type: ignore[attr-defined]
+
+
+def test_the_page_tells_of_each_layout_how_it_was_run() -> None:
+    """By the names of the tests: real servers ran those of a list, the engines' classes all."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    told = {name.strip("`"): (layout, *cells) for name, layout, *cells in rows if len(cells) == 2}
+    assert told.keys() == CASES.keys()
+    for name, (layout, *cells) in told.items():
+        asked = CASES[name]
+        assert layout == f"{asked.dialect} {asked.format}"
+        for engine, cell in zip(("sglang", "vllm"), cells, strict=True):
+            served = engine_layouts(engine).get((asked.dialect, asked.format)) is SERVED
+            how = "server" if name in ON_SERVERS[engine] else "class" if name in LAYOUTS else "not run"
+            assert cell == (how if served else "refused"), (name, engine)
+
+
+def engine_layouts(name: str) -> Layouts:
+    found: Layouts = backend(name).layouts  # type: ignore[attr-defined]
+    return found
 
 
 def test_the_contract_tests_ask_for_every_layout_of_the_tables() -> None:
