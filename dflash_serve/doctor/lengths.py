@@ -1,4 +1,4 @@
-"""Acceptance by context length: the length beyond which it falls, and what of the drafter ends there.
+"""Acceptance by context length: the length beyond which it falls, and limits of the drafter near it.
 
 The figures are those of `evaluate --by length --output FILE`, or of a server whose prompts differ in length.
 Of all cuts between two ranges, the one is taken where acceptance falls most, weighted by the steps on both sides.
@@ -117,15 +117,13 @@ def _mean(figures: list[LengthFigures]) -> tuple[float, float]:
 
 
 def causes(fall: Fall, drafter: DrafterConfig, draft_window: int | None) -> str:
-    """What of the drafter ends within a factor of two of the length, in words; else what to look at."""
+    """Limits of the drafter within a factor of two of the length, in words; if there is none, other causes."""
     limits = list(_limits(drafter, draft_window))
     near = [f"{name} ({limit:,} tokens)" for limit, name in limits if fall.beyond / 2 <= limit <= fall.beyond * 2]
     if near:
-        return f"there end {' and '.join(near)}"
+        return f"{'limits near it are' if len(near) > 1 else 'a limit near it is'} {' and '.join(near)}"
     known = ", ".join(f"{name} {limit:,}" for limit, name in limits)
-    return (
-        f"nothing of its configuration ends there ({known}): its training had few such contexts, or its RoPE is wrong"
-    )
+    return f"no limit of the drafter is near it ({known}): its training had few such contexts, or its RoPE is wrong"
 
 
 def _limits(drafter: DrafterConfig, draft_window: int | None) -> Iterator[tuple[int, str]]:

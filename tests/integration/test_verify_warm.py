@@ -59,6 +59,16 @@ def test_a_server_that_reloads_all_is_lossless_and_every_figure_is_told(verify: 
     ]
 
 
+def test_a_second_server_is_asked_without_speculation_where_one_is_given(verify: Verify, output: Path) -> None:
+    speculating, other = FakeHiCache(HiCacheFault.tokens), FakeHiCache(drafts=False)
+    with other.listening() as url:
+        code, _ = verify(speculating, "--without-url", url)
+    assert code == 1
+    assert VerifyReport.model_validate_json(output.read_text()).findings.faults.keys() == {FaultKind.RELOAD}
+    assert all("custom_params" not in body for body in (*speculating.asked, *other.asked))
+    assert len([body for body in other.asked if body["max_tokens"] == 24]) == 20
+
+
 def test_other_tokens_after_a_reload_are_named(verify: Verify, output: Path) -> None:
     code, said = verify(FakeHiCache(HiCacheFault.tokens))
     assert code == 1

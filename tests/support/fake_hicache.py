@@ -36,11 +36,12 @@ class FakeHiCache:
     """One server.
 
     Args:
+        drafts: it speculates.
         tells_pool: its metrics tell the size of the pool.
     """
 
-    def __init__(self, fault: HiCacheFault | None = None, *, tells_pool: bool = True) -> None:
-        self.fault, self.tells_pool = fault, tells_pool
+    def __init__(self, fault: HiCacheFault | None = None, *, drafts: bool = True, tells_pool: bool = True) -> None:
+        self.fault, self.drafts, self.tells_pool = fault, drafts, tells_pool
         self.turn = Lock()
         self.pool = 64 * POOL if fault is HiCacheFault.large else POOL
         self.device, self.host = list[Tokens](), set[Tokens]()  # the least recently used prompt first
@@ -73,7 +74,7 @@ class FakeHiCache:
         cached, reloaded = self._load(prompt)
         self.reloaded += reloaded
         tokens = self._tokens(prompt, body, wrong=self.fault is HiCacheFault.tokens and reloaded > 0)
-        if body.get("custom_params") != {"speculative": "off"}:
+        if self.drafts and body.get("custom_params") != {"speculative": "off"}:
             self._count(len(tokens), lost=self.fault is HiCacheFault.drafter and reloaded > 0)
         words = [f" {WORDS[token]}" for token in tokens]
         choice: Body = {"index": 0, "finish_reason": "length", "token_ids": tokens, "prompt_token_ids": [*prompt]}

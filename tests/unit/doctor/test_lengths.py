@@ -55,17 +55,17 @@ def test_few_steps_show_no_fall() -> None:
 @pytest.mark.parametrize(
     ("changes", "beyond", "draft_window", "told"),
     [
-        ({}, 2048, None, "there end the drafter's positions (2,048 tokens)"),
+        ({}, 2048, None, "a limit near it is the drafter's positions (2,048 tokens)"),
         ({"max_position_embeddings": 40960, "layers": (AttentionKind(window=2048),)}, 2048, None,
-         "there end the window of its layers (2,048 tokens)"),
-        ({"max_position_embeddings": 40960}, 4096, 4096, "there end speculation.draft_window (4,096 tokens)"),
+         "a limit near it is the window of its layers (2,048 tokens)"),
+        ({"max_position_embeddings": 40960}, 4096, 4096, "a limit near it is speculation.draft_window (4,096 tokens)"),
         ({"rope": RopeConfig(scaling="yarn", factor=4.0, original_max_position_embeddings=8192),
-          "max_position_embeddings": 40960}, 8192, None, "there end the positions that its RoPE was scaled"),
+          "max_position_embeddings": 40960}, 8192, None, "a limit near it is the positions that its RoPE was scaled"),
         ({"max_position_embeddings": 40960}, 2048, None,
-         "nothing of its configuration ends there (the drafter's positions 40,960): its training had few such"),
+         "no limit of the drafter is near it (the drafter's positions 40,960): its training had few such"),
     ],
 )  # fmt: skip
-def test_what_ends_there_is_named(
+def test_limits_of_the_drafter_near_it_are_named(
     changes: Mapping[str, object], beyond: int, draft_window: int | None, told: str
 ) -> None:
     config = tiny_drafter_config(max_position_embeddings=2048).model_copy(update=changes)
