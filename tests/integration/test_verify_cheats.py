@@ -25,7 +25,7 @@ from dflash_serve.verify.report import FaultKind, Findings, report_of, show
 from dflash_serve.verify.subjects import ONE_SERVER, ServerSubject, SubjectPair, SwitchedSubject, one_server
 from dflash_serve.verify.verification import Verification
 from tests.house import ROOT
-from tests.support.cheating_server import ALIKE, CHEATS, CheatingConnection, CheatingServer, told_of_one_server
+from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer, alone, told_of_one_server
 from tests.support.toy_model import CONTEXT, ToyModel
 
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
@@ -33,6 +33,8 @@ MESSAGES = [[{"role": "user", "content": text}] for text in PROMPTS]
 PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, long_tokens=192, dtype="float32")
 DAILY = {"wrong under load", "top_k ignored", "usage differs from the tokens", "hotter in second turns"}
 NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.thorough) for name in CHEATS]
+ALIKE = [name if name in DAILY else pytest.param(name, marks=pytest.mark.thorough) for name in CHEATS if alone(name)]
+FEW_PAIRS = PLAN.model_copy(update={"pairs": 4})  # Both sides give equal answers, or plainly unequal ones
 URLS = SPECULATING, PLAIN = "http://speculating", "http://plain"
 
 
@@ -114,8 +116,8 @@ def switched(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> CheatingServe
     return server
 
 
-def verify_alone(fault: FaultKind | None = None) -> Findings:
-    plan = PLAN.model_copy(update={"same_seeds": fault is FaultKind.SEEDS})
+def verify_alone(fault: FaultKind | None = None, plan: VerifyPlan = PLAN) -> Findings:
+    plan = plan.model_copy(update={"same_seeds": fault is FaultKind.SEEDS})
     return Verification(plan, MESSAGES, one_server(Endpoint(SPECULATING)), Store(None, {})).run()
 
 
@@ -132,14 +134,14 @@ def test_one_server_that_cheats_where_it_speculates_is_not_lossless(switched: Ch
     assert fault is None or fault in found.faults
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_server_that_cheats_alike_in_both_ways_is_called_what_the_table_says(
+@pytest.mark.parametrize("name", ALIKE)
+def test_one_server_that_cheats_alike_in_both_ways_is_seen_where_the_table_says_so(
     switched: CheatingServer, name: str
 ) -> None:
     cheat, fault = CHEATS[name]
     switched.begin(cheat)
     switched.shared = cheat
-    assert verify_alone(fault).verdict == ALIKE.get(name, "lossless")
+    assert verify_alone(fault, FEW_PAIRS).verdict == alone(name)
 
 
 @pytest.mark.parametrize(

@@ -418,10 +418,30 @@ CHEATS: Mapping[str, tuple[Cheat, FaultKind | None]] = {
     **{f"{wrong} {situation}": (_in_situation(situation, wrong), None) for situation in SITUATIONS for wrong in FIELDS},
 }
 """Cheats, and the fault that a verification names among others; None: any."""
-ALIKE: Mapping[str, str] = {}
-"""Verdict on one server that cheats alike with speculation and without, where it is not `lossless`."""
+BY_CHANCE = {
+    *("answers of other requests", "wrong under load", "wrong after a reused prefix"),
+    *(f"{wrong} {situation}" for situation in ("in large batches", "after a prefix") for wrong in FIELDS),
+}
+"""Cheats that depend on other requests, so that an answer may differ when it is asked again."""
+SEEDLESS = {"seeds ignored", "seeds ignored in streams"}
+"""Cheats that give another answer every time."""
+
+
+def alone(name: str) -> str | None:
+    """The verdict on one server that cheats alike with speculation and without; None = it depends on the load."""
+    return None if name in BY_CHANCE else "not lossless" if name in SEEDLESS else "lossless"
 
 
 def told_of_one_server() -> list[str]:
-    """What docs/verify.md tells of cheating servers that are asked alone."""
-    return []
+    """Sentences of docs/verify.md about cheating servers that are asked alone."""
+    hidden = [name for name in CHEATS if alone(name) == "lossless"]
+    everywhere = {f"{wrong} {situation}" for situation in SITUATIONS for wrong in FIELDS}
+    situations = [one for one in SITUATIONS if f"{next(iter(FIELDS))} {one}" in hidden]
+    named = ", ".join(f"*{name}*" for name in hidden if name not in everywhere)
+    return [
+        f"| only where it drafts | all {len(CHEATS)} are seen |",
+        f"| alike in both ways, always giving the same answer to the same request | {len(hidden)} are not seen |",
+        f"| alike in both ways, by its load or by earlier requests | {len(BY_CHANCE)} are seen or not, by chance |",
+        f"| alike in both ways, ignoring seeds | {len(SEEDLESS)} are seen with `--same-seeds` |",
+        f"Not seen: {named}; and {', '.join(f'*{wrong}*' for wrong in FIELDS)}, each {', '.join(situations)}.",
+    ]
