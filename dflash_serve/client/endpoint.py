@@ -368,8 +368,7 @@ def _reply(body: Mapping[str, Any]) -> Reply:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if not isinstance(prompt_tokens, int | None) or not isinstance(cached, int | None):
         raise TypeError
-    told = {"prompt_tokens": prompt_tokens, "cached_tokens": cached}
-    first = replace(found[0], accepted=accepted, drafted=drafted, **told)
+    first = replace(found[0], accepted=accepted, drafted=drafted, prompt_tokens=prompt_tokens, cached_tokens=cached)
     return first if len(found) == 1 else replace(first, choices=tuple(found))
 
 
