@@ -31,7 +31,6 @@ LATE = (
 )
 DRAFTS = "it drafts all the same"
 SHARED = f"{DRAFTS}, or others use it meanwhile"
-DRAFTABLE = 4  # Tokens of an answer for which a speculating server drafts: at its end few tokens are left to draft
 UNTOLD_DRAFTS = "neither its answers nor its metrics tell how many tokens were drafted"
 READINGS, BETWEEN_READINGS = 20, 0.05  # most readings until metrics stay as they are, and seconds from one to the next
 ONE_SERVER = "faults that requests without speculation share (one server was asked both ways)"
@@ -179,33 +178,6 @@ class ServerSubject:
             return ServerReading.unknown()
 
 
-class SpeculatingSubject(ServerSubject):
-    """A server that was asked not to draft before, and now drafts.
-
-    Where its answers tell how many tokens were drafted, those to greedy questions must not tell 0: both sides ask the
-    same greedy questions, and a cache in front of the engine may give the plain answers again.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__(endpoint)
-        self._greedy = self._undrafted = 0
-
-    def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        for index, reply in super().answers(questions, top_logprobs=top_logprobs):
-            told = reply.drafted is not None and (reply.completion_tokens or 0) >= DRAFTABLE
-            if told and questions[index].params.greedy:
-                self._greedy += 1
-                self._undrafted += reply.drafted == 0
-            yield index, reply
-
-    def acceptance(self) -> AcceptanceStatistics:
-        if self._greedy and self._undrafted == self._greedy:
-            what = f"nothing was drafted for any of its {self._greedy} greedy answers"
-            do = "ask the engine itself if something before it keeps answers; or give --without-url"
-            raise UserError(what, where=self.endpoint.base, do=do)
-        return super().acceptance()
-
-
 class SwitchedSubject(ServerSubject):
     """A server that is asked not to draft, in the first way that works.
 
@@ -216,7 +188,7 @@ class SwitchedSubject(ServerSubject):
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint)
         self._plainly, self._is_told = replace(endpoint, always=WAYS[0]), True
-        self._found = self.before  # its metrics after the way was found
+        self._found, self._late = self.before, 0  # its metrics after the way was found, and most steps counted later
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
         before = None if self._is_told else self.settled()
@@ -230,9 +202,9 @@ class SwitchedSubject(ServerSubject):
     def speculates(self, probe: Question | None = None) -> bool | None:
         if probe is not None:
             self._find_way(probe)
-            self._found = self.settled()
-        elif self.settled().since(self._found).verifications:  # its answers may tell another number than it drafted
-            raise self._disobeyed(SHARED)
+            self._found, self._late = self.settled(), probe.params.max_tokens or 0
+        elif (self.settled().since(self._found).verifications or 0) > self._late:
+            raise self._disobeyed(SHARED)  # its answers tell another number than it drafted
         return False
 
     def wrong_penalties(self) -> str | None:
@@ -256,8 +228,9 @@ class SwitchedSubject(ServerSubject):
         """Drafted tokens, or steps with some, for a question, and True if the answer told; None = unknown."""
         before = self.settled()
         reply = next(endpoint.complete_all([probe]))
-        counted = self.settled().since(before).verifications
-        return (counted, False) if reply.drafted is None else (max(reply.drafted, counted or 0), True)
+        if reply.drafted is not None:
+            return reply.drafted, True
+        return self.settled().since(before).verifications, False
 
     def _disobeyed(self, what: str) -> UserError:
         do = "start a second one without speculation, and give --without-url"
@@ -274,7 +247,7 @@ def one_server(endpoint: Endpoint) -> SubjectPair:
     described = {"url": endpoint.base, "model": endpoint.served_model}
     plain = SwitchedSubject(endpoint)
     return SubjectPair(
-        lambda: nullcontext(SpeculatingSubject(endpoint)),
+        lambda: nullcontext(ServerSubject(endpoint)),
         lambda: nullcontext(plain),
         {WITH: described, WITHOUT: {**described, **OFF}},
         context=lambda: endpoint.context,

@@ -148,14 +148,14 @@ def test_one_server_that_cheats_alike_in_both_ways_is_seen_where_the_table_says_
     ("faults", "told"),
     [
         (("deaf",), "a request cannot switch speculation off: it drafts all the same; start a second one"),
-        (("deaf", "lies"), "a request cannot switch speculation off: it drafts all the same; start a second one"),
-        (("remembers",), r"nothing was drafted for any of its \d+ greedy answers; ask the engine itself if something"),
+        (("deaf", "lies"), "switch speculation off: it drafts all the same, or others use it meanwhile; start a sec"),
+        (("remembers",), "a request cannot switch speculation off: it drafts all the same; start a second one"),
     ],
 )
 def test_one_server_that_cannot_be_asked_both_ways_is_refused(
     switched: CheatingServer, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...], told: str
 ) -> None:
-    """It ignores the switch, it also tells that it does not, or something before it gives plain answers again."""
+    """It ignores the switch, it also tells that it does not, or something before it gives kept answers again."""
     for fault in faults:
         monkeypatch.setattr(switched, fault, True)
     with pytest.raises(UserError, match=told):
@@ -202,7 +202,7 @@ def test_metrics_that_count_drafts_for_plain_answers_are_believed_before_the_ans
     assert subject.speculates() is False
     monkeypatch.setattr(switched, "deaf", True)
     monkeypatch.setattr(switched, "lies", True)
-    assert [reply.drafted for _, reply in subject.answers([PROBE])] == [0]
+    assert {reply.drafted for _, reply in subject.answers([PROBE] * 8)} == {0}
     with pytest.raises(UserError, match="it drafts all the same, or others use it meanwhile"):
         subject.speculates()
 

@@ -9,7 +9,6 @@ import pytest
 
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.verify.questions import VerifyPlan
-from dflash_serve.verify.report import SLOWER
 from dflash_serve.verify.subjects import one_server
 from dflash_serve.verify.warm import FEWEST, WarmVerification
 from tests.support.prompts import word_problems
@@ -26,16 +25,13 @@ CHEAP = {"target": {1: 1.0, 64: 1.1}, "draft": {1: 0.01, 8: 0.01}}
 """Costs at which it pays to verify whatever is drafted."""
 
 
-@pytest.mark.parametrize(("tier", "verdict"), [("both", "lossless"), ("target", SLOWER)])
-def test_prompts_come_back_from_host_memory_with_the_drafter_s_k_v(tmp_path: Path, tier: str, verdict: str) -> None:
-    """Without these, as before SGLang mended sglang#21125, tokens are the same, and fewer drafts are accepted."""
+def test_prompts_come_back_from_host_memory_with_the_drafter_s_k_v(tmp_path: Path) -> None:
     (tmp_path / "cost.json").write_text(json.dumps(CHEAP))
-    env = {"DFLASH_SERVE_COST_TABLE": str(tmp_path / "cost.json"), "SGLANG_CPU_HOST_TIER": tier}
+    env = {"DFLASH_SERVE_COST_TABLE": str(tmp_path / "cost.json")}
     with serving(tmp_path / "server", smollm2("auto"), OnCpu(*HICACHE, env=env)) as server:
         pair = one_server(Endpoint(server.url, timeout=PATIENCE, concurrency=4))
         found = WarmVerification(PLAN, word_problems(FEWEST), pair).run()
-    print(found.headline)
     assert found.reload is not None
     assert found.reload.pool_tokens == POOL
     assert (found.reload.reloaded_tokens or 0) > 0.8 * found.reload.prompt_tokens, found.headline
-    assert found.verdict == verdict, found.headline
+    assert found.verdict == "lossless", found.headline

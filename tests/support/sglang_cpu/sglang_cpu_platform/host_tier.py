@@ -1,18 +1,15 @@
 """HiCache on a CPU: the K/V of the device lie in host memory, too, and are copied there by PyTorch.
 
-Use `--hicache-io-backend direct --hicache-mem-layout layer_first`; other layouts have kernels of their own. With
-SGLANG_CPU_HOST_TIER=target the drafter's K/V do not come back, as before SGLang mended sglang#21125.
+Use `--hicache-io-backend direct --hicache-mem-layout layer_first`; other layouts have kernels of their own.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-ALONE = "SGLANG_CPU_HOST_TIER"
 POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 
 
@@ -23,8 +20,6 @@ def install() -> None:
     pin = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
     HookRegistry.register(pin, _nothing, HookType.REPLACE)
     HookRegistry.register(f"{POOL}.__init__", _with_copies, HookType.AROUND)
-    if os.environ.get(ALONE) == "target":
-        HookRegistry.register(f"{POOL}.load_to_device_per_layer", _of_target, HookType.AROUND)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -48,8 +43,3 @@ def copy_entries(
     """Copies the K/V of entries, layer by layer."""
     for source, destination in zip(src_layers, dst_layers, strict=True):
         destination[dst_indices] = source[src_indices].view(-1, *destination.shape[1:])
-
-
-def _of_target(load: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
-    if pool.pool_label != "draft":
-        load(pool, *args, **kwargs)
