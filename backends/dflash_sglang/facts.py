@@ -61,6 +61,14 @@ def _of_sglang(samples: Samples) -> AcceptanceStatistics | None:
     return AcceptanceStatistics(steps, drafted, accepted, None, None, None, FACTS.title)
 
 
+def read_reloaded(samples: Samples) -> float | None:
+    """Cached prompt tokens by their source (observability/metrics_collector.py); the counter is absent until one is."""
+    if not samples.knows("sglang:"):
+        return None
+    sources = samples.named("sglang:cached_tokens_total")
+    return sum(value for labels, value in sources if labels.get("cache_source") in ("host", "storage"))
+
+
 FACTS = EngineFacts(
     title="SGLang",
     engine_type="sglang",
@@ -83,6 +91,8 @@ FACTS = EngineFacts(
     refusals=REFUSALS,
     drafting_arguments=("speculative_algorithm",),
     read_acceptance=read_acceptance,
+    kv_pool=lambda samples: samples.total("sglang:max_total_num_tokens"),
+    kv_reloaded=read_reloaded,
     server_flags=("api-key-file",),
     data_parallel=True,
     # Of 0.5.23: the scheduler's `update_weights_from_disk` selects "all" runners, the target's first.

@@ -84,6 +84,12 @@ def _of_vllm(samples: Samples) -> AcceptanceStatistics | None:
     )
 
 
+def read_pool(samples: Samples) -> float | None:
+    """The pool's tokens, a label of the metric that has vLLM's cache settings (v1/metrics/loggers.py)."""
+    told = [labels.get("kv_cache_size_tokens", "") for labels, _ in samples.named("vllm:cache_config_info")]
+    return sum(map(float, told)) if told and all(one.isdecimal() for one in told) else None
+
+
 FACTS = EngineFacts(
     title="vLLM",
     engine_type="vllm",
@@ -107,6 +113,8 @@ FACTS = EngineFacts(
     refusals=REFUSALS,
     drafting_arguments=("speculative_config", "spec_method"),
     read_acceptance=read_acceptance,
+    kv_pool=read_pool,
+    kv_reloaded=lambda samples: samples.total("vllm:external_prefix_cache_hits_total"),
     server_flags=("api-key-file",),
     # Of 0.32 and 0.33: `start_draft_weight_update` needs a weight transfer engine, all of which copy between GPUs, and
     # VLLM_SERVER_DEV_MODE=1, which opens every other route of that mode.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from dflash_serve.common.extras import import_problem
-from dflash_serve.common.prometheus import Scrape
+from dflash_serve.common.prometheus import Samples, Scrape
 from dflash_serve.errors import Problem
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 
@@ -74,6 +74,10 @@ class EngineFacts:
     speculation: SpeculationLines
     read_acceptance: Callable[[Scrape], AcceptanceStatistics | None]
     """Reads speculation from a server's metrics; None = they are not this engine's."""
+    kv_pool: Callable[[Samples], float | None] = lambda samples: None
+    """Tokens that the K/V cache on its devices holds; None = its metrics do not tell."""
+    kv_reloaded: Callable[[Samples], float | None] = lambda samples: None
+    """Prompt tokens whose K/V came from host memory or further since the start; None = its metrics do not tell."""
     earlier: SpeculationLines | None = None
     """Speculation by the names of release 0.2, which servers have beside today's until 0.4."""
     errors: Line | None = None  # Requests that failed, a second, as a line of the dashboard

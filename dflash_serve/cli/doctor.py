@@ -29,6 +29,8 @@ URL = "Address of a running server of this pair. It must have no other clients m
 Url = Annotated[str | None, typer.Option(help=URL)]
 SEEN = "Acceptance length of a server that cannot be asked."
 Observed = Annotated[float | None, typer.Option(help=SEEN, min=1)]
+LENGTHS = "Report of evaluate --by length: a fall of acceptance with the context is explained, too."
+Survival = Annotated[Path | None, typer.Option(help=LENGTHS)]
 NumPrompts = Annotated[int, typer.Option(help=options.NUM_PROMPTS, min=2)]
 MaxTokens = Annotated[int, typer.Option(help=options.MAX_TOKENS, min=8)]
 SHOWN = 8  # Explanations that are printed; the JSON has all
@@ -42,6 +44,7 @@ def doctor(
     url: Url = None,
     metrics_url: options.MetricsUrl = None,
     observed: Observed = None,
+    survival: Survival = None,
     model: options.ServedModel = None,
     api_key_file: options.ApiKeyFile = None,
     block_size: options.BlockSize = None,
@@ -80,6 +83,7 @@ def doctor(
             output,
             endpoint=endpoint,
             observed=observed,
+            lengths=survival,
             max_tokens=max_tokens,
             resume=resume,
         )

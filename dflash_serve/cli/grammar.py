@@ -24,7 +24,7 @@ VERDICTS: Mapping[str, Mapping[int, str]] = {
     "inspect": {1: "the drafter has problems"},
     "adapt": {1: "do not swap", 3: "could not tell"},
     "swap": {1: "taken back"},
-    "verify": {1: "speculation changes answers", 3: "undecided"},
+    "verify": {1: "speculation changes answers; with --warm: or acceptance falls", 3: "undecided"},
     "doctor": {1: "a fault was found", 3: "undecided"},
     "certify": {1: "refused; with --compare: worse", 3: "could not tell"},
     "build": {1: "with --verify: a file differs from the manifest"},

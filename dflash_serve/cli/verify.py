@@ -61,6 +61,12 @@ SameSeeds = Annotated[
     bool | None,
     typer.Option(help="Demand the same sampled tokens for the same seed. [default: embedded in float32]"),
 ]
+WARM = "Ask long prompts twice, with so many others between that their K/V leave the devices; nothing else is asked."
+Warm = Annotated[bool, typer.Option("--warm", help=WARM)]
+POOL = "Tokens that the K/V cache of --url's devices holds. [default: by its metrics]"
+PoolTokens = Annotated[int | None, typer.Option(help=POOL, min=1)]
+NOT_WARM = ("long_tokens", "samples", "false_alarm", "penalties", "same_seeds", "resume")
+"""Options that have no effect with `--warm`."""
 
 
 def verify(
@@ -89,6 +95,8 @@ def verify(
     false_alarm: FalseAlarm = 1e-3,
     penalties: Penalties = True,
     same_seeds: SameSeeds = None,
+    warm: Warm = False,
+    pool_tokens: PoolTokens = None,
     output: options.Report = Path("verify-report.json"),
     resume: options.Resume = False,
     as_json: options.Json = False,
@@ -98,6 +106,7 @@ def verify(
     need("prove", "httpx", "numpy", "prometheus_client", "scipy")
     settings = options.settings_of(VerifySettings, context.params)
     asked = read_prompt_set(prompts, raw=raw, variables=settings.chat_template_kwargs)
+    _check_warm(context, settings)
     if with_url or without_url:
         options.refuse_ignored(
             context, OF_OURS, "running servers have their own", "leave it out, or --url and --without-url"
@@ -121,6 +130,15 @@ def verify(
     raise typer.Exit(_run(settings, asked, pair, as_json=as_json, quiet=quiet))
 
 
+def _check_warm(context: typer.Context, settings: VerifySettings) -> None:
+    if not settings.warm:
+        options.refuse_ignored(context, ("pool_tokens",), "no pool is filled", "give --warm, too")
+        return
+    options.refuse_ignored(context, NOT_WARM, "prompts are asked greedily, twice")
+    if settings.with_url is None:
+        raise UserError("only a running server keeps K/V in host memory", where="--warm", do="give --url, too")
+
+
 def _speculating(path: Path | None, flags: Mapping[str, Any], backend_name: str) -> Deployment:
     found = described_pair(path, flags, backend(backend_name), limits=BUNDLED_LIMITS)
     if found.drafter is None or found.speculation.width in ("off", 1):
@@ -132,17 +150,22 @@ def _run(settings: VerifySettings, prompts: Sequence[Prompt], pair: SubjectPair,
     from dflash_serve.verify.amount import amount_of
     from dflash_serve.verify.report import EXIT_CODES, report_of, show
     from dflash_serve.verify.verification import CONTEXT, Verification
+    from dflash_serve.verify.warm import WarmVerification
 
     output, plan = settings.output, settings.plan(prompts, pair)
     belongs_to = {"plan": plan.model_dump(mode="json"), "subjects": pair.descriptions}
     with resumable(output, belongs_to, "finished answers", resume=settings.resume) as store:
-        with shown(quiet=quiet), doing("verifying", amount_of(plan, prompts, CONTEXT).answers) as work:
+        answers = 3 * plan.prompts if settings.warm else amount_of(plan, prompts, CONTEXT).answers
+        with shown(quiet=quiet), doing("verifying", answers) as work:
 
             def told(what: str, count: int) -> None:
                 work.part = what
                 work.advance(count)
 
-            findings = Verification(plan, prompts, pair, store, told).run()
+            if settings.warm:
+                findings = WarmVerification(plan, prompts, pair, settings.pool_tokens, told).run()
+            else:
+                findings = Verification(plan, prompts, pair, store, told).run()
         report = report_of(plan, pair.descriptions, findings)
         write_json(output, report)
     console = Console(highlight=False, quiet=as_json, emoji=False)

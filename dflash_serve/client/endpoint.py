@@ -61,6 +61,8 @@ class Reply:
     reasoning: str = ""  # Text before the answer, where the server has a reasoning parser
     accepted: int | None = None  # Accepted drafted tokens of all choices
     drafted: int | None = None  # Drafted tokens of all choices, accepted and rejected
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None  # Tokens of the prompt whose K/V were not computed for this answer
 
     @property
     def acceptance(self) -> AcceptanceStatistics | None:
@@ -362,7 +364,11 @@ def _reply(body: Mapping[str, Any]) -> Reply:
         raise TypeError
     found = [_choice({**common, **choice}, completion_tokens) for choice in choices]
     accepted, drafted = _drafted(usage.get("completion_tokens_details"))
-    first = replace(found[0], accepted=accepted, drafted=drafted)
+    prompt_tokens = usage.get("prompt_tokens")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if not isinstance(prompt_tokens, int | None) or not isinstance(cached, int | None):
+        raise TypeError
+    first = replace(found[0], accepted=accepted, drafted=drafted, prompt_tokens=prompt_tokens, cached_tokens=cached)
     return first if len(found) == 1 else replace(first, choices=tuple(found))
 
 

@@ -47,6 +47,8 @@ class ServerReading:
     kv_cache_usage: float | None = None  # Share of the K/V cache in use, 0 to 1
     workers: Mapping[str, ServerReading] | None = None  # Readings by worker; None = it has one page of its own
     pace: tuple[float, float] | None = None  # Tokens gained, and those that the width policy expected, since its start
+    kv_pool: float | None = None  # Tokens that the K/V cache on the devices holds
+    kv_reloaded: float | None = None  # Prompt tokens whose K/V came from host memory or further, since its start
 
     @classmethod
     def unknown(cls) -> ServerReading:
@@ -68,6 +70,8 @@ class ServerReading:
             sum(usage) / len(usage) if usage else None,
             workers,
             _sums(one.pace for one in each),
+            _sum(one.kv_pool for one in each),
+            _sum(one.kv_reloaded for one in each),
         )
 
     @property
@@ -260,6 +264,8 @@ def reading_of(scrape: Scrape) -> ServerReading:
             queued=_requests(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
             pace=read_pace(samples),
+            kv_pool=facts.kv_pool(samples),
+            kv_reloaded=facts.kv_reloaded(samples),
         )
     return ServerReading.unknown()
 

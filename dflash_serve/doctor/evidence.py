@@ -164,6 +164,7 @@ class Interview:
     """By prompt, if the width changes from step to step (`width: auto`); None = it is constant."""
     engine: str | None  # The engine that these metrics belong to; None = unknown
     notes: tuple[str, ...] = ()
+    contexts: tuple[int | None, ...] = ()  # Tokens of each prompt; None = its answer does not tell
 
 
 MIXED = (
@@ -217,7 +218,7 @@ def interview(
     observation = Observation(whole, each if counted else None, tuple(answer.text for answer in answers))
     told = [BY_USAGE] if by_usage else [*map(str, behind), *_others(whole, answers)]
     notes = (*told, *([] if steps is None else [MIXED]))
-    return Interview(observation, width, steps, whole.engine, notes)
+    return Interview(observation, width, steps, whole.engine, notes, tuple(answer.prompt_tokens for answer in answers))
 
 
 def widths_of(each: Sequence[AcceptanceStatistics], most: int, where: str) -> tuple[int, tuple[Steps, ...] | None]:

@@ -150,6 +150,10 @@ class Examination:
         """Healthy, and every fault of a server, with their predictions."""
         return self._predict(self.reference.faults())
 
+    def sound(self) -> tuple[AcceptanceStatistics, ...]:
+        """Counts that the sound reference predicts, by prompt."""
+        return self._predict(())[0].counts
+
     def alternatives(self) -> list[Hypothesis]:
         """The checkpoint as configured, and every other setting of it, with their predictions."""
         return self._predict(self.reference.settings())

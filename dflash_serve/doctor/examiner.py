@@ -21,6 +21,7 @@ from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.answers.engine import Engine, Prompt, template_variables
 from dflash_serve.answers.prompts import context_needed, prompts_digest, with_variables
 from dflash_serve.checkpoint.files import file_entries
+from dflash_serve.checkpoint.reader import read_config
 from dflash_serve.checkpoint.source import drafter_folder
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.http import NoAnswerError
@@ -31,6 +32,7 @@ from dflash_serve.deployment.description import Deployment, KVCacheSettings, Lim
 from dflash_serve.doctor.diagnosis import SuspectReport
 from dflash_serve.doctor.evidence import DiagnosableBackend, Interview, Observation, interview
 from dflash_serve.doctor.examination import Examination, PairReport
+from dflash_serve.doctor.lengths import Fall, LengthFigures, causes, fall_of, fall_of_prompts, figures_of_report
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.speculation.params import SamplingParams
 
@@ -53,6 +55,7 @@ def examine(
     *,
     endpoint: Endpoint | None = None,
     observed: float | None = None,
+    lengths: Path | None = None,
     max_tokens: int = 64,
     resume: bool = False,
 ) -> SuspectReport | PairReport:
@@ -64,6 +67,7 @@ def examine(
         output: file for the report.
         endpoint: the deployment's server; None = no server is asked.
         observed: acceptance length of a server that cannot be asked.
+        lengths: report of `evaluate --by length`, whose acceptance by context length is explained, too.
         max_tokens: length of the longest answer.
         resume: go on with an interrupted examination.
 
@@ -72,13 +76,12 @@ def examine(
     """
     reference, left_out = reference_deployment(deployment, prompts, max_tokens)
     backend = _diagnosable()
+    measured = figures_of_report(lengths) if lengths else []
     with doing("checking the deployment"):
         raise_problems(backend.launch(reference).problems)  # before a server is asked for minutes
     params, most = SamplingParams(temperature=0, max_tokens=max_tokens), widest(reference)
-    told: Interview | None = None
-    if endpoint is not None:
-        with _hint_of_hangs(deployment):
-            told = interview(endpoint, prompts, params, most)
+    with _hint_of_hangs(deployment):
+        told = interview(endpoint, prompts, params, most) if endpoint is not None else None
     width, steps = (told.width, told.steps) if told else (most, None)
     reference = _at_width(reference, width, told)
     engine = backend.engine(reference)
@@ -100,9 +103,32 @@ def examine(
             report = examination.examine_suspect(Observation.of_length(observed))
         else:
             report = examination.examine_pair(first_difference)
-        report = report.model_copy(update={"notes": (*report.notes, *left_out)})
+        by_length = [*_measured_fall(reference, measured), *_observed_fall(reference, told, examination)]
+        said = {"sentences": [*report.sentences, *by_length], "notes": (*report.notes, *left_out)}
+        report = report.model_copy(update=said)
         write_json(output, {"pair": made_by, **report.model_dump(mode="json")})
     return report
+
+
+def _measured_fall(deployment: Deployment, measured: list[LengthFigures]) -> Iterator[str]:
+    """The fall of acceptance with context length in a report of our own engine, explained."""
+    if (fall := fall_of(measured)) is not None:
+        yield f"{fall}: {_causes(deployment, fall)}"
+
+
+def _observed_fall(deployment: Deployment, told: Interview | None, examination: Examination) -> Iterator[str]:
+    """The fall of a server's acceptance with the length of its prompts, beside that of the reference."""
+    each = told.observation.each if told else None
+    contexts = told.contexts if told else ()
+    if each is not None and (found := fall_of_prompts(each, examination.sound(), contexts)) is not None:
+        fall, whose = found
+        yield f"{fall}, {whose}: {_causes(deployment, fall)}"
+
+
+def _causes(deployment: Deployment, fall: Fall) -> str:
+    assert deployment.drafter is not None
+    drafter, _ = read_config(deployment.drafter.model, deployment.drafter.revision)
+    return causes(fall, drafter, deployment.speculation.draft_window)
 
 
 @contextmanager

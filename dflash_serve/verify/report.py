@@ -10,6 +10,7 @@
 | only answers of the same seed, where `same_seeds` demands them | seeds | no difference of distributions was seen, but a seed does not give the same tokens |
 | only short answers under load or second turns | wrong under load | answers depend on other requests, or on the prefix that a prompt shares with earlier ones |
 | only long answers | wrong in long answers | an answer goes wrong beyond a length |
+| only prompts that are asked again after their K/V left the devices (`warm`) | wrong after a reload | K/V come back from a host tier with other values, or to other places |
 | only answers to long prompts | wrong after long prompts | a prompt is read wrongly beyond a length |
 | a rule on fields of the request (`rules`), its greedy or its sampled answers alone | request field | a field of the request is ignored |
 | text, usage or streamed answers, the tokens being right | text | text, usage or events differ from the tokens |
@@ -32,6 +33,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dflash_serve.common.provenance import PACKAGES, now, versions
+from dflash_serve.common.reports import number
 from dflash_serve.common.settings import Frozen
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
@@ -62,10 +64,12 @@ from dflash_serve.verify.rules import SEED, RuleCheck
 from dflash_serve.verify.subjects import Description
 from dflash_serve.verify.tokens import Kind, TokenComparison
 
-Verdict = Literal["lossless", "not lossless", "could not tell"]
-EXIT_CODES: dict[Verdict, int] = {"lossless": 0, "not lossless": 1, "could not tell": 3}
-COLOURS = {"lossless": "green", "not lossless": "red", "could not tell": "yellow"}
+Verdict = Literal["lossless", "lossless, but slower", "not lossless", "could not tell"]
+SLOWER: Verdict = "lossless, but slower"  # Of `verify --warm`: the same tokens, of which fewer are accepted drafts
+EXIT_CODES: dict[Verdict, int] = {"lossless": 0, SLOWER: 1, "not lossless": 1, "could not tell": 3}
+COLOURS = {"lossless": "green", SLOWER: "yellow", "not lossless": "red", "could not tell": "yellow"}
 METRICS = "behind a router, give the metrics of each worker (--metrics-url, --without-metrics-url)"
+RELOADED = "long prompts, asked again"  # The case of `verify --warm` after a reload
 SHOWN = 10  # Differences of a case that are printed; the report has all
 TOLERATED = 0.01
 """Share of a case's answers whose difference may stay unexplained, by rounding in the plain side's second answer."""
@@ -84,6 +88,7 @@ class FaultKind(StrEnum):
     LOAD = "wrong under load"
     LONG = "wrong in long answers"
     PROMPTS = "wrong after long prompts"
+    RELOAD = "wrong after a reload"
     FIELD = "request field"
     TEXT = "text"
     LOGPROBS = "log-probabilities"
@@ -101,6 +106,7 @@ EXACT_FAULTS = {
     CHOICES.name: FaultKind.FIELD,
     TURNS.name: FaultKind.LOAD,
     PROMPTS.name: FaultKind.PROMPTS,
+    RELOADED: FaultKind.RELOAD,
 }
 RULE_FAULTS = {
     "text": FaultKind.TEXT,
@@ -111,6 +117,35 @@ RULE_FAULTS = {
 NAMELESS = {case.name for case in CONTINUED.values()}  # Cases in which the names of tokens may be unknown
 MAY_BE_SHORT = {*(case.name for case in EXACT), *PENALISED}
 """Cases that near-ties may cut short, which limits what was tested: an engine may refuse them, too."""
+
+
+class Reload(Frozen):
+    """Prompts that were asked again after their K/V left the devices; None = unknown."""
+
+    prompts: int
+    prompt_tokens: int
+    pool_tokens: int  # Tokens that the K/V cache on the devices holds
+    pool_told_by: str
+    filler_tokens: int  # Tokens of other prompts that were asked in between
+    reloaded_tokens: int | None  # Prompt tokens whose K/V came back from a host tier
+    cached_tokens: int | None  # Prompt tokens whose K/V were not computed again, by the answers
+    first_length: float | None  # Acceptance length of the first asking
+    again_length: float | None
+
+    @property
+    def fall(self) -> str:
+        """The fall of acceptance, with its cause."""
+        before, after = number(self.first_length, 2), number(self.again_length, 2)
+        cause = "the drafter's K/V did not come back (sglang#21125, vllm#47890, vllm#57032)"
+        return f"acceptance falls from {before} to {after} after a reload: {cause}"
+
+    def __str__(self) -> str:
+        lengths = " and ".join(number(one, 2) for one in (self.first_length, self.again_length))
+        return (
+            f"{self.filler_tokens} filler tokens for a pool of {self.pool_tokens} (told by {self.pool_told_by}), then "
+            f"{'unknown' if self.reloaded_tokens is None else self.reloaded_tokens} of {self.prompt_tokens} prompt "
+            f"tokens reloaded; acceptance length {lengths}"
+        )
 
 
 class Findings(Frozen):
@@ -129,6 +164,7 @@ class Findings(Frozen):
     notes: tuple[str, ...] = ()  # Differences that are no fault, because engines do not promise otherwise
     accepted: float | None  # Drafted tokens that were accepted meanwhile; None = unknown
     acceptance_length: float | None
+    reload: Reload | None = None  # Of `verify --warm`
 
     @property
     def headline(self) -> str:

@@ -49,6 +49,8 @@ class VerifySettings(Frozen):
     """None = as many as `SERVER_SAMPLES`, or `EMBEDDED_SAMPLES` where the engine runs in this process."""
     false_alarm: float
     penalties: bool
+    warm: bool
+    pool_tokens: PositiveInt | None
     same_seeds: bool | None
     """None = true for the embedded engine in float32."""
     output: Path

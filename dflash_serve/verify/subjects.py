@@ -30,6 +30,7 @@ LATE = (
     "with --disable-overlap-schedule to test them"
 )
 DRAFTS = "it drafts all the same"
+SHARED = f"{DRAFTS}, or others use it meanwhile"
 UNTOLD_DRAFTS = "neither its answers nor its metrics tell how many tokens were drafted"
 READINGS, BETWEEN_READINGS = 20, 0.05  # most readings until metrics stay as they are, and seconds from one to the next
 ONE_SERVER = "faults that requests without speculation share (one server was asked both ways)"
@@ -160,6 +161,16 @@ class ServerSubject:
             return UNTOLD if self.endpoint.is_sglang or "SGLang" in (self.before.engine or "") else None
         return None if serial else LATE
 
+    def settled(self) -> ServerReading:
+        """Its metrics when they move no more: some engines count a step after its answer has gone out."""
+        last = self._reading()
+        for _ in range(READINGS):
+            sleep(BETWEEN_READINGS)
+            last, before = self._reading(), last
+            if last.acceptance == before.acceptance:
+                break
+        return last
+
     def _reading(self) -> ServerReading:
         try:
             return self.endpoint.metrics.read()
@@ -170,26 +181,30 @@ class ServerSubject:
 class SwitchedSubject(ServerSubject):
     """A server that is asked not to draft, in the first way that works.
 
-    Each answer tells that nothing was drafted for it; where answers do not tell, the server's metrics must, which then
-    count no other client's requests.
+    Each answer tells that nothing was drafted for it, where answers tell. Its metrics count no drafted token meanwhile,
+    so it has no other clients.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint)
         self._plainly, self._is_told = replace(endpoint, always=WAYS[0]), True
+        self._found, self._late = self.before, 0  # its metrics after the way was found, and most steps counted later
 
     def answers(self, questions: Sequence[Question], *, top_logprobs: int | None = None) -> Iterator[tuple[int, Reply]]:
-        before = None if self._is_told else self._settled()
+        before = None if self._is_told else self.settled()
         for index, reply in enumerate(self._plainly.complete_all(questions, top_logprobs=top_logprobs)):
             if reply.drafted:
                 raise self._disobeyed(DRAFTS)
             yield index, reply
-        if before is not None and self._settled().since(before).verifications != 0:
-            raise self._disobeyed(f"{DRAFTS}, or others use it meanwhile")
+        if before is not None and self.settled().since(before).verifications != 0:
+            raise self._disobeyed(SHARED)
 
     def speculates(self, probe: Question | None = None) -> bool | None:
         if probe is not None:
             self._find_way(probe)
+            self._found, self._late = self.settled(), probe.params.max_tokens or 0
+        elif (self.settled().since(self._found).verifications or 0) > self._late:
+            raise self._disobeyed(SHARED)  # its answers tell another number than it drafted
         return False
 
     def wrong_penalties(self) -> str | None:
@@ -211,21 +226,11 @@ class SwitchedSubject(ServerSubject):
 
     def _drafted_for(self, endpoint: Endpoint, probe: Question) -> tuple[float | None, bool]:
         """Drafted tokens, or steps with some, for a question, and True if the answer told; None = unknown."""
-        before = self._settled()
+        before = self.settled()
         reply = next(endpoint.complete_all([probe]))
         if reply.drafted is not None:
             return reply.drafted, True
-        return self._settled().since(before).verifications, False
-
-    def _settled(self) -> ServerReading:
-        # some engines count a step after its answer has gone out
-        last = self._reading()
-        for _ in range(READINGS):
-            sleep(BETWEEN_READINGS)
-            last, before = self._reading(), last
-            if last.acceptance == before.acceptance:
-                break
-        return last
+        return self.settled().since(before).verifications, False
 
     def _disobeyed(self, what: str) -> UserError:
         do = "start a second one without speculation, and give --without-url"

@@ -270,8 +270,9 @@ class Verification:
             self._check_unit(side, reply.unit)
 
     def _keep(self, side: str, request: CaseQuestion, answer: Answer) -> None:
-        if side == WITH and _token_ids(request.question.prompt) is None:
-            self._check_prompt(Answer(*self.store[_key(WITHOUT, request.case, request.number)]), answer)
+        plain = self.store.get(_key(WITHOUT, request.case, request.number))
+        if side == WITH and plain is not None and _token_ids(request.question.prompt) is None:
+            self._check_prompt(Answer(*plain), answer)
         self.store.put(_key(side, request.case, request.number), list(answer))
         self.asked_with += side == WITH
         self.progress(f"{side} speculation, {request.case.name}", 1)

@@ -19,18 +19,22 @@ from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from dflash_serve.verify import verification
+from dflash_serve.verify import subjects, verification
 from dflash_serve.verify.questions import CONTINUED, Question, VerifyPlan
 from dflash_serve.verify.report import FaultKind, Findings, report_of, show
 from dflash_serve.verify.subjects import ONE_SERVER, ServerSubject, SubjectPair, SwitchedSubject, one_server
 from dflash_serve.verify.verification import Verification
-from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer
+from tests.house import ROOT
+from tests.support.cheating_server import CHEATS, CheatingConnection, CheatingServer, alone, told_of_one_server
 from tests.support.toy_model import CONTEXT, ToyModel
 
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
 MESSAGES = [[{"role": "user", "content": text}] for text in PROMPTS]
 PLAN = VerifyPlan(prompts=6, prompts_sha256="", max_tokens=40, samples=64, long_tokens=192, dtype="float32")
-ALONE = ["wrong under load", "top_k ignored", "usage differs from the tokens", "hotter in second turns"]
+DAILY = {"wrong under load", "top_k ignored", "usage differs from the tokens", "hotter in second turns"}
+NAMES = [name if name in DAILY else pytest.param(name, marks=pytest.mark.thorough) for name in CHEATS]
+ALIKE = [name if name in DAILY else pytest.param(name, marks=pytest.mark.thorough) for name in CHEATS if alone(name)]
+FEW_PAIRS = PLAN.model_copy(update={"pairs": 4})  # Both sides give equal answers, or plainly unequal ones
 URLS = SPECULATING, PLAIN = "http://speculating", "http://plain"
 
 
@@ -98,54 +102,77 @@ def test_a_cheating_server_is_not_lossless(servers: Servers, name: str) -> None:
 
 
 @pytest.fixture
-def switched(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Servers:
-    """The cheating server alone: its requests may switch speculation off, and then it does not cheat."""
-    monkeypatch.setattr(MetricsSource, "require", lambda *_: None)
-    monkeypatch.setattr(ServerSubject, "_reading", ToySubject._reading)
-    monkeypatch.setattr(ServerSubject, "acceptance", ToySubject.acceptance)
-    servers.cheating.begin(lambda server, body: server.ask(body))
-    monkeypatch.setattr(servers.cheating, "deaf", False)
-    return servers
-
-
-def verify_alone() -> Findings:
-    return Verification(PLAN, MESSAGES, one_server(Endpoint(SPECULATING)), Store(None, {})).run()
-
-
-def test_one_honest_server_is_lossless_and_the_limit_is_told(switched: Servers) -> None:
-    assert verify_alone().headline == f"lossless: greedy and sampled; not tested: {ONE_SERVER}"
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_one_server_that_cheats_where_it_speculates_is_not_lossless(switched: Servers, name: str) -> None:
-    switched.cheating.begin(CHEATS[name][0])
-    assert verify_alone().verdict == "not lossless"
-
-
-def test_a_fault_of_both_ways_is_not_seen_at_one_server(switched: Servers) -> None:
-    cheat = CHEATS["top_k ignored"][0]
-    switched.cheating.begin(cheat)
-    switched.cheating.shared = cheat
-    assert verify_alone().verdict == "lossless"
-
-
-def test_a_server_that_ignores_the_switch_is_refused(switched: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switched.cheating, "deaf", True)
-    with pytest.raises(UserError, match="a request cannot switch speculation off: it drafts all the same; start a sec"):
-        verify_alone()
-
-
-@pytest.fixture
-def silent(switched: Servers, monkeypatch: pytest.MonkeyPatch) -> CheatingServer:
-    """The cheating server: its metrics tell what was drafted, its answers do not."""
-    server = switched.cheating
-    monkeypatch.setattr(server, "tells", False)
+def switched(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> CheatingServer:
+    """The cheating server alone, whose metrics count drafts. Its requests may switch speculation off."""
+    server = servers.cheating
 
     def reading(_: object) -> ServerReading:
         return ServerReading(0.0, AcceptanceStatistics(server.drafts, 7 * server.drafts, 3 * server.drafts))
 
+    monkeypatch.setattr(subjects, "BETWEEN_READINGS", 0)
+    monkeypatch.setattr(MetricsSource, "require", lambda *_: None)
     monkeypatch.setattr(ServerSubject, "_reading", reading)
+    server.begin(lambda server, body: server.ask(body))
     return server
+
+
+def verify_alone(fault: FaultKind | None = None, plan: VerifyPlan = PLAN) -> Findings:
+    plan = plan.model_copy(update={"same_seeds": fault is FaultKind.SEEDS})
+    return Verification(plan, MESSAGES, one_server(Endpoint(SPECULATING)), Store(None, {})).run()
+
+
+def test_one_honest_server_is_lossless_and_the_limit_is_told(switched: CheatingServer) -> None:
+    assert verify_alone().headline == f"lossless: greedy and sampled; not tested: {ONE_SERVER}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_server_that_cheats_where_it_speculates_is_not_lossless(switched: CheatingServer, name: str) -> None:
+    cheat, fault = CHEATS[name]
+    switched.begin(cheat)
+    found = verify_alone(fault)
+    assert found.verdict == "not lossless"
+    assert fault is None or fault in found.faults
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_one_server_that_cheats_alike_in_both_ways_is_seen_where_the_table_says_so(
+    switched: CheatingServer, name: str
+) -> None:
+    cheat, fault = CHEATS[name]
+    switched.begin(cheat)
+    switched.shared = cheat
+    assert verify_alone(fault, FEW_PAIRS).verdict == alone(name)
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        (("deaf",), "a request cannot switch speculation off: it drafts all the same; start a second one"),
+        (("deaf", "lies"), "switch speculation off: it drafts all the same, or others use it meanwhile; start a sec"),
+        (("remembers",), "a request cannot switch speculation off: it drafts all the same; start a second one"),
+    ],
+)
+def test_one_server_that_cannot_be_asked_both_ways_is_refused(
+    switched: CheatingServer, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...], told: str
+) -> None:
+    """It ignores the switch, it also tells that it does not, or something before it gives kept answers again."""
+    for fault in faults:
+        monkeypatch.setattr(switched, fault, True)
+    with pytest.raises(UserError, match=told):
+        verify_alone()
+
+
+def test_the_page_lists_what_one_server_can_hide() -> None:
+    page = " ".join((ROOT / "docs" / "verify.md").read_text(encoding="utf-8").split())
+    for sentence in told_of_one_server():
+        assert sentence in page, f"docs/verify.md should say: {sentence}"
+
+
+@pytest.fixture
+def silent(switched: CheatingServer, monkeypatch: pytest.MonkeyPatch) -> CheatingServer:
+    """The cheating server: its metrics tell what was drafted, its answers do not."""
+    monkeypatch.setattr(switched, "tells", False)
+    return switched
 
 
 PROBE = Question("the quick brown fox", SamplingParams(temperature=0, max_tokens=4))
@@ -164,6 +191,20 @@ def test_the_way_to_switch_is_found_where_only_metrics_tell_what_is_drafted(
     monkeypatch.setattr(silent, "way", {})  # from now on it drafts for all of them
     with pytest.raises(UserError, match="it drafts all the same, or others use it meanwhile"):
         list(subject.answers([PROBE]))
+
+
+def test_metrics_that_count_drafts_for_plain_answers_are_believed_before_the_answers(
+    switched: CheatingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = SwitchedSubject(Endpoint(SPECULATING))
+    assert subject.speculates(PROBE) is False
+    assert len(list(subject.answers([PROBE, PROBE]))) == 2
+    assert subject.speculates() is False
+    monkeypatch.setattr(switched, "deaf", True)
+    monkeypatch.setattr(switched, "lies", True)
+    assert {reply.drafted for _, reply in subject.answers([PROBE] * 8)} == {0}
+    with pytest.raises(UserError, match="it drafts all the same, or others use it meanwhile"):
+        subject.speculates()
 
 
 def test_the_reason_of_a_server_that_refuses_the_switch_is_told(

@@ -33,6 +33,8 @@ class CheatingServer:
     deaf: bool = False  # It ignores that a request switches speculation off
     way: Body = field(default_factory=lambda: dict(OFF))  # Fields of a request that does so
     tells: bool = True  # Its answers tell how many tokens were drafted
+    lies: bool = False  # Its answers to requests that switch speculation off always tell that nothing was drafted
+    remembers: bool = False  # It gives an answer again to the same request, whatever that says of speculation
 
     def __post_init__(self) -> None:
         self.begin(lambda server, body: server.ask(body))
@@ -40,14 +42,25 @@ class CheatingServer:
     def begin(self, cheat: Cheat) -> None:
         """Another cheat, with nothing remembered of the last one."""
         self.cheat, self.counts, self.running, self.drafts = cheat, itertools.count(1), 0, 0
+        self.given: dict[str, Body] = {}
         self.shared: Cheat = lambda server, body: server.ask(body)  # the cheat of requests that are not drafted for
         self.last: Body = {}
         self.prompts: set[str | tuple[int, ...]] = set()
 
     def answer(self, path: str, body: Body) -> httpx.Response:
         """The response to a client."""
-        asked = {name: body.pop(name) for way in WAYS for name in way if name in body}
-        off = asked == self.way and not self.deaf
+        switched = {name: body.pop(name) for way in WAYS for name in way if name in body} == self.way
+        key = json.dumps([path, body])
+        answer = self.given.get(key) if self.remembers else None
+        if answer is None:
+            answer = self._draft(path, body, off=switched and not self.deaf, told_off=switched and self.lies)
+            self.given[key] = answer
+        if not body.get("stream"):
+            return httpx.Response(200, json=answer)
+        events = "".join(f"data: {json.dumps(event)}\n\n" for event in _events(answer))
+        return httpx.Response(200, text=events + "data: [DONE]\n\n")
+
+    def _draft(self, path: str, body: Body, *, off: bool, told_off: bool) -> Body:
         self.drafts += not off
         self.running += 1
         try:
@@ -55,12 +68,10 @@ class CheatingServer:
         finally:
             self.running -= 1
         if "usage" in answer and self.tells:
-            counts = {"accepted_prediction_tokens": 0 if off else 3, "rejected_prediction_tokens": 0 if off else 4}
+            none = off or told_off
+            counts = {"accepted_prediction_tokens": 0 if none else 3, "rejected_prediction_tokens": 0 if none else 4}
             answer["usage"]["completion_tokens_details"] = counts
-        if not body.get("stream"):
-            return httpx.Response(200, json=answer)
-        events = "".join(f"data: {json.dumps(event)}\n\n" for event in _events(answer))
-        return httpx.Response(200, text=events + "data: [DONE]\n\n")
+        return answer
 
     def ask(self, body: Body) -> Body:
         """The server's own answer, not streamed."""
@@ -407,3 +418,30 @@ CHEATS: Mapping[str, tuple[Cheat, FaultKind | None]] = {
     **{f"{wrong} {situation}": (_in_situation(situation, wrong), None) for situation in SITUATIONS for wrong in FIELDS},
 }
 """Cheats, and the fault that a verification names among others; None: any."""
+BY_CHANCE = {
+    *("answers of other requests", "wrong under load", "wrong after a reused prefix"),
+    *(f"{wrong} {situation}" for situation in ("in large batches", "after a prefix") for wrong in FIELDS),
+}
+"""Cheats that depend on other requests, so that an answer may differ when it is asked again."""
+SEEDLESS = {"seeds ignored", "seeds ignored in streams"}
+"""Cheats that give another answer every time."""
+
+
+def alone(name: str) -> str | None:
+    """The verdict on one server that cheats alike with speculation and without; None = it depends on the load."""
+    return None if name in BY_CHANCE else "not lossless" if name in SEEDLESS else "lossless"
+
+
+def told_of_one_server() -> list[str]:
+    """Sentences of docs/verify.md about cheating servers that are asked alone."""
+    hidden = [name for name in CHEATS if alone(name) == "lossless"]
+    everywhere = {f"{wrong} {situation}" for situation in SITUATIONS for wrong in FIELDS}
+    situations = [one for one in SITUATIONS if f"{next(iter(FIELDS))} {one}" in hidden]
+    named = ", ".join(f"*{name}*" for name in hidden if name not in everywhere)
+    return [
+        f"| only where it drafts | all {len(CHEATS)} are seen |",
+        f"| alike in both ways, always giving the same answer to the same request | {len(hidden)} are not seen |",
+        f"| alike in both ways, by its load or by earlier requests | {len(BY_CHANCE)} are seen or not, by chance |",
+        f"| alike in both ways, ignoring seeds | {len(SEEDLESS)} are seen with `--same-seeds` |",
+        f"Not seen: {named}; and {', '.join(f'*{wrong}*' for wrong in FIELDS)}, each {', '.join(situations)}.",
+    ]

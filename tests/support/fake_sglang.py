@@ -72,7 +72,7 @@ class FakeSglang:
             own = [WORDS.index(word) for word in text.split() if word in WORDS]
             choice |= {"response_token_ids" if chat else "token_ids": tokens, "prompt_token_ids": own or [0]}
         if body.get("logprobs") not in (None, False):
-            choice["logprobs"] = _logprobs(words, chat=chat)
+            choice["logprobs"] = logprobs(words, chat=chat)
         usage = {"prompt_tokens": 1, "completion_tokens": len(tokens), "total_tokens": 1 + len(tokens)}
         if not body.get("stream"):
             return {"id": "1", "object": path, "created": 1, "model": "toy", "choices": [choice], "usage": usage}
@@ -134,7 +134,8 @@ class FakeSglang:
         return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
 
 
-def _logprobs(words: Sequence[str], *, chat: bool) -> Mapping[str, Any]:
+def logprobs(words: Sequence[str], *, chat: bool) -> Mapping[str, Any]:
+    """Log-probabilities of words, as a chat or a completion has them."""
     tops = [{f" {other}": -0.5 if f" {other}" == word else -4.0 for other in WORDS} for word in words]
     if not chat:
         return {"tokens": list(words), "token_logprobs": [-0.5] * len(words), "top_logprobs": tops}

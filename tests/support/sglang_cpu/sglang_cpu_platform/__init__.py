@@ -19,6 +19,7 @@ def install() -> None:
         eagle,
         faults,
         halves,
+        host_tier,
         kernels,
         processes,
         recurrent,
@@ -31,6 +32,7 @@ def install() -> None:
     eagle.install()
     faults.install()
     halves.install()
+    host_tier.install()
     kernels.install()
     processes.install()
     recurrent.install()
