@@ -150,8 +150,8 @@ test-sglang: .venv-sglang/ready
 # SGLang's router before two servers and before a pair, whose K/V goes by NIXL; Dynamo's frontend before two workers (170 MB
 # are fetched once): several minutes, 9 GB. What was measured is shown at the end.
 .PHONY: test-distributed
-test-distributed: .venv-sglang/ready
-	DFLASH_SERVE_TEST_DISTRIBUTED=1 $(SGLANG_BIN)/$(PYTEST) -rP -o timeout=1800 tests/sglang/test_pair_servers.py \
+test-distributed: .venv-sglang/ready .venv/demo
+	EMBEDDED_PYTHON=$(CURDIR)/$(BIN)/python DFLASH_SERVE_TEST_DISTRIBUTED=1 $(SGLANG_BIN)/$(PYTEST) -rP -o timeout=1800 tests/sglang/test_pair_servers.py \
 	  tests/sglang/test_dynamo_servers.py
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/bin/uv

@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from enum import StrEnum
 from functools import partial
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -28,7 +27,7 @@ from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
-from dflash_serve.checkpoint.storage import KV_SCALES, LEAVES
+from dflash_serve.checkpoint.tensors import sizes
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
@@ -383,20 +382,10 @@ def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
     return [Problem(what, str(file), "use the target it was trained for, or a drafter without a head")]
 
 
-def _sizes(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Parameters and bytes of everything stored; scales are no parameters, and packed numbers count one by one."""
-    beside = {*LEAVES, *KV_SCALES} - {"weight_packed", "qweight"}
-    weights = [header for name, header in checkpoint.headers.items() if name.rpartition(".")[2] not in beside]
-    w4a16 = checkpoint.quantization is not None and checkpoint.quantization.format == "w4a16"
-    packed = {"U8": 2, "I32": 8 if w4a16 else 4}
-    parameters = sum(prod(header.shape) * packed.get(header.dtype, 1) for header in weights)
-    return parameters, sum(header.bytes for header in checkpoint.headers.values())
-
-
 def _as_json(
     checkpoint: Checkpoint, problems: list[Problem], notes: list[str], engines: Verdicts, pairing: Precisions
 ) -> dict[str, object]:
-    parameters, size = _sizes(checkpoint)
+    parameters, size = sizes(checkpoint.headers, checkpoint.quantization)
     config, dialect, quantization = checkpoint.config, checkpoint.dialect, checkpoint.quantization
     return {
         "path": str(checkpoint.folder),
@@ -451,7 +440,7 @@ def _of_engine(each: EngineVerdict) -> str:
 
 
 def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    parameters, size = _sizes(checkpoint)
+    parameters, size = sizes(checkpoint.headers, checkpoint.quantization)
     dialect = "unknown" if checkpoint.dialect is None else checkpoint.dialect.name
     rows = [("drafter", str(checkpoint.folder)), ("dialect", dialect)]
     rows += [] if checkpoint.quantization is None else [("quantisation", _quantization(checkpoint.quantization))]

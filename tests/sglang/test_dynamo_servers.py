@@ -1,6 +1,7 @@
 """Dynamo's real frontend before two real workers: no token changes, no acceptance is lost, no stream of a killed one.
 
 The frontend and the workers meet by files, without etcd and NATS. Two workers of 3 GB each: `make test-distributed`.
+EMBEDDED_PYTHON is a Python that has the embedded engine's server.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from typing import NamedTuple
 import pytest
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.adapter.launch import running_server
-from dflash_serve.adapter.registry import EMBEDDED, backend
 from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.common.processes import free_port, running
 from dflash_serve.common.prometheus import Samples
 from dflash_serve.common.store import Store
-from dflash_serve.deployment.description import Hardware
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import total
@@ -104,9 +103,11 @@ def test_dynamo_answers_and_accepts_as_one_engine_does(dynamo: Dynamo) -> None:
 
 def test_verify_and_the_doctor_look_through_the_frontend(dynamo: Dynamo, tmp_path: Path) -> None:
     """Against the embedded engine without a drafter; the workers' acceptance comes from their metrics."""
-    hardware = Hardware(dtype="float32")  # as the workers
-    alone = smollm2("off").model_copy(update={"drafter": None, "hardware": hardware})
-    with running_server(backend(EMBEDDED), alone, tmp_path, patience=PATIENCE) as url:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    serve = [os.environ["EMBEDDED_PYTHON"], "-m", "dflash_serve", "serve", "--target", "smollm2"]
+    serve += ["--dtype", "float32", "--port", str(port)]
+    with running(serve, tmp_path / "log", env=dict(os.environ), ready=f"{url}/health", patience=PATIENCE):
         pair = two_servers(dynamo.frontend, Endpoint(url))
         found = Verification(BRIEFLY, CHATS[:2], pair, Store(None, {})).run()
     assert (found.faults, found.verdict, found.unit) == ({}, "lossless", "tokens")
