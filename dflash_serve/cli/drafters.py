@@ -27,8 +27,8 @@ from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
 from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
-from dflash_serve.checkpoint.tensors import sizes
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
+from dflash_serve.checkpoint.tensors import sizes
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
