@@ -107,7 +107,7 @@ replicas: each half of a pair has its own; set deployment.pair.prefill.replicas 
 {{- if .Values.placement.computeDomain }}
 placement.computeDomain: the halves of a pair are several replicas, and a domain belongs to one; leave it out{{ end }}
 {{- if .Values.certify.enabled }}
-certify.enabled: it compares one server with and without its drafter; certify the deployment without its pair{{ end }}
+certify.enabled: it starts servers of its own; run dflash-serve certify with --url and --without-url{{ end }}
 {{- if .Values.inferencePool.enabled }}
 inferencePool.enabled: SGLang's router chooses the servers of a pair; leave it out{{ end }}
 {{- if .Values.secrets.apiKeys.name }}
