@@ -194,7 +194,8 @@ def test_attention_that_sglang_cannot_be_told_of_is_found(
 ) -> None:
     config = tiny_drafter_config(**{**PAPER_DRAFTER, "layers": layers})
     with pytest.MonkeyPatch.context() as patch:  # no dialect has words for it: the plan is made as if one had
-        patch.setattr("dflash_serve.adapter.launch.open_checkpoint", lambda *_: Checkpoint(tmp_path, config=config))
+        checkpoint = Checkpoint(tmp_path, config=config)
+        patch.setattr("dflash_serve.adapter.launch.open_checkpoint", lambda *_, **__: checkpoint)
         found = problems(fields)
     assert message in found
     assert bool(found) == bool(message)
