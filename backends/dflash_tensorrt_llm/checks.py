@@ -144,7 +144,7 @@ def unserved_heads(heads: Heads, release: Release) -> Iterator[Problem]:
     other = "use --backend torch or sglang"
     if heads.latent is not None:
         what = "latent attention (MLA) in a drafter, which dflash-serve does not launch on TensorRT-LLM"
-        yield Problem(what, "drafter", "use --backend vllm, or TensorRT-LLM's own command (TensorRT-LLM#19040)")
+        yield Problem(what, "drafter", "use --backend vllm, or TensorRT-LLM's own command")
     if is_dspark(heads) and release < FROM_1_4:
         what = f"{heads.words}: TensorRT-LLM {release} has no DSpark drafter in a folder of its own"
         yield Problem(what, "drafter", f"install TensorRT-LLM 1.4, or {other}")
