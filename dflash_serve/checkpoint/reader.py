@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from dflash_serve.checkpoint.files import IN_CONFIG, QUANT_CONFIG, Header, read_
 from dflash_serve.checkpoint.quantization import Quantization, find_quantization, plain_only
 from dflash_serve.checkpoint.section import ConfigSection
 from dflash_serve.checkpoint.source import drafter_folder
-from dflash_serve.checkpoint.storage import TURNED
+from dflash_serve.checkpoint.storage import KV_SCALES, LEAVES, TURNED
 from dflash_serve.checkpoint.tensors import (
     D2T,
     HEADS_BY_TENSOR,
@@ -468,3 +469,13 @@ def _with_scales(tensors: Mapping[str, Tensor], quantised: Mapping[str, Scheme])
         weights.setdefault(f"{module}.weight", tensor)  # keeps the order of names; replaced below
     weights |= {f"{name}.weight": quantized_tensor(quantised[name], leaves) for name, leaves in modules.items()}
     return weights
+
+
+def sizes(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Parameters and bytes of everything stored; scales are no parameters, and packed numbers count one by one."""
+    beside = {*LEAVES, *KV_SCALES} - {"weight_packed", "qweight"}
+    weights = [header for name, header in checkpoint.headers.items() if name.rpartition(".")[2] not in beside]
+    w4a16 = checkpoint.quantization is not None and checkpoint.quantization.format == "w4a16"
+    packed = {"U8": 2, "I32": 8 if w4a16 else 4}
+    parameters = sum(prod(header.shape) * packed.get(header.dtype, 1) for header in weights)
+    return parameters, sum(header.bytes for header in checkpoint.headers.values())

@@ -151,7 +151,8 @@ def _in_layout(scheme: Scheme, weight: QuantizedTensor, layout: Layout | None) -
     if scheme.format not in FORMATS[layout]:
         where, can = "--layout", ", ".join(name for name in FORMATS if scheme.format in FORMATS[name])
         do = f"take {can}" if can else "--dequantise writes it in bf16"
-        raise UserError(f"no {LAYOUTS[layout]} of {scheme.format.upper()} is written", where=where, do=do)
+        what = f"{scheme.format.upper()} is not written in the layout of {LAYOUTS[layout]}"
+        raise UserError(what, where=where, do=do)
     if (scheme.format, scheme.strategy, layout) == ("fp8", "channel", "fp8"):
         what = "`quant_method: fp8` has no scales by row"
         raise UserError(what, where="--layout", do="take compressed-tensors or modelopt")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,6 @@ from dflash_serve.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dflash_serve.checkpoint.quantization import Quantization
 
 ALIASES = {
     "encoder.fc.weight": "fc.weight",
@@ -327,13 +324,3 @@ def stored_tensors(config: DrafterConfig, quantised: Mapping[str, Scheme]) -> di
         rows, columns = shape
         leaves |= {f"{module}.{leaf}": one for leaf, one in quantised[module].tensors(rows, columns).items()}
     return leaves
-
-
-def sizes(headers: Mapping[str, Header], quantization: Quantization | None) -> tuple[int, int]:
-    """Parameters and bytes of everything stored; scales are no parameters, and packed numbers count one by one."""
-    beside = {*LEAVES, *KV_SCALES} - {"weight_packed", "qweight"}
-    weights = [header for name, header in headers.items() if name.rpartition(".")[2] not in beside]
-    w4a16 = quantization is not None and quantization.format == "w4a16"
-    packed = {"U8": 2, "I32": 8 if w4a16 else 4}
-    parameters = sum(prod(header.shape) * packed.get(header.dtype, 1) for header in weights)
-    return parameters, sum(header.bytes for header in headers.values())

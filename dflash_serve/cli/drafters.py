@@ -25,10 +25,9 @@ from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, 
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
 from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
-from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, weight_problems, weights_of
+from dflash_serve.checkpoint.reader import HINT, Checkpoint, open_checkpoint, sizes, weight_problems, weights_of
 from dflash_serve.checkpoint.source import PROVENANCE, target_described
 from dflash_serve.checkpoint.target import TargetShape, read_target_format, read_target_shape
-from dflash_serve.checkpoint.tensors import sizes
 from dflash_serve.checkpoint.writer import write_drafter
 from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
@@ -83,6 +82,7 @@ class To(StrEnum):
     modelopt = "modelopt"
     deepspec = "deepspec"
     specforge = "specforge"
+    k3_dspark = "k3-dspark"
 
 
 UNWRITTEN = "Read and convert it, tell the same, and write nothing."
@@ -385,7 +385,7 @@ def _own_head_problems(checkpoint: Checkpoint, target: str) -> list[Problem]:
 def _as_json(
     checkpoint: Checkpoint, problems: list[Problem], notes: list[str], engines: Verdicts, pairing: Precisions
 ) -> dict[str, object]:
-    parameters, size = sizes(checkpoint.headers, checkpoint.quantization)
+    parameters, size = sizes(checkpoint)
     config, dialect, quantization = checkpoint.config, checkpoint.dialect, checkpoint.quantization
     return {
         "path": str(checkpoint.folder),
@@ -440,7 +440,7 @@ def _of_engine(each: EngineVerdict) -> str:
 
 
 def _rows(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    parameters, size = sizes(checkpoint.headers, checkpoint.quantization)
+    parameters, size = sizes(checkpoint)
     dialect = "unknown" if checkpoint.dialect is None else checkpoint.dialect.name
     rows = [("drafter", str(checkpoint.folder)), ("dialect", dialect)]
     rows += [] if checkpoint.quantization is None else [("quantisation", _quantization(checkpoint.quantization))]

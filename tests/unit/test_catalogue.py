@@ -104,7 +104,7 @@ def test_auto_never_takes_a_restricted_licence_a_gated_one_nor_what_nothing_runs
     assert drafters_of("zai-org/GLM-5.3-Flash")[0].is_restricted
     assert [one.is_restricted for one in drafters_of("MiniMaxAI/MiniMax-M2.7")] == [True, False]
     able = [one.repository for one in able_drafters("zai-org/GLM-5.3-Flash", lambda one: one.unread is None)]
-    assert able[0] == "RedHatAI/GLM-5.3-Flash-speculator.dspark"
+    assert able[0] == "local-inference-lab/GLM-5.3-Flash-DFlash2-MXFP8"
     assert able_drafters("MiniMaxAI/MiniMax-M2.7", serves) == [], "z-lab's is gated"
     with pytest.raises(UserError, match="no drafter of deepseek-ai/DeepSeek-V4-Flash is served by this backend"):
         choose_drafter(auto("deepseek-ai/DeepSeek-V4-Flash"), backend("sglang"))

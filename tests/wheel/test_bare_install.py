@@ -17,8 +17,8 @@ from tests.wheel.conftest import ROOT, Run
 pytestmark = pytest.mark.wheel
 
 VERBS = (
-    *("generate", "serve", "drafters", "inspect", "convert", "train", "evaluate", "adapt", "verify", "doctor", "top"),
-    *("bench", "certify", "plan", "deploy", "build"),
+    *("generate", "serve", "drafters", "inspect", "convert", "train", "evaluate", "adapt", "swap", "verify", "doctor"),
+    *("top", "bench", "certify", "plan", "deploy", "build"),
 )
 HERE = ("--target", "{target}", "--drafter", "{drafter}")
 SERVERS = ("--url", "http://127.0.0.1:9", "--without-url", "http://127.0.0.1:9")
@@ -29,6 +29,7 @@ LACKING = {
     "train": ("train", ("train", "recipe.yaml")),
     "evaluate": ("torch", ("evaluate", "--task", "humaneval")),
     "adapt": ("train", ("adapt", *HERE, "--traffic", "log.jsonl", "--output", "out")),
+    "swap": ("prove", ("swap", "drafter", "--url", "http://127.0.0.1:9")),
     "verify": ("prove", ("verify", *HERE)),
     "verify, two servers": ("prove", ("verify", *SERVERS)),
     "doctor": ("prove", ("doctor", *HERE)),

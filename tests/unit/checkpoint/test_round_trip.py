@@ -25,8 +25,8 @@ ROPES: list[dict[str, object]] = [
 ]
 
 
-PLAIN = [name for name in DIALECTS if name != "specforge"]
-"""SpecForge writes plain drafters as z-lab does."""
+PLAIN = [name for name in DIALECTS if name not in ("specforge", "k3-dspark")]
+"""SpecForge writes plain drafters as z-lab does; the dialect of Kimi-K3 writes latent attention alone."""
 
 
 @st.composite

@@ -171,7 +171,7 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("w4a16", ["--layout", "modelopt"], "ModelOpt cannot store W4A16; take compressed-tensors"),
+        ("w4a16", ["--layout", "modelopt"], "W4A16 is not written in the layout of ModelOpt; take compressed-tensors"),
         ("fp8 by row", ["--layout", "fp8"], "`quant_method: fp8` has no scales by row"),
         ("fp8", ["--layout", "fp8", "--dequantise"], "dequantised weights have no layout"),
         (None, ["--dequantise"], "the drafter is not quantised"),

@@ -84,7 +84,7 @@ def test_every_tensor_and_parameter_is_accounted_for(
 
 
 def test_a_broken_draft_is_not_loaded_and_later_updates_touch_only_the_drafts_own_tensors() -> None:
-    model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS])
+    model = SimpleNamespace(named_parameters=lambda: [(name, None) for name in PARAMETERS], modules=list)
     weights: list[tuple[str, Any]] = [(name, None) for name in TENSORS]
     strict = StrictLoad()
     with pytest.raises(ValueError, match=r"missing: layers\.1\.input_layernorm\.weight, "):
