@@ -30,10 +30,13 @@ def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils.network import get_open_port
 
-    markov = json.loads((draft / "config.json").read_text()).get("markov_rank")
+    described = json.loads((draft / "config.json").read_text())
+    markov = described.get("markov_rank")
     algorithm = "DSPARK" if markov else "DFLASH"
     drafting = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
-    drafting += ["--speculative-num-draft-tokens", "4", "--speculative-draft-model-quantization", "unquant"]
+    drafting += ["--speculative-num-draft-tokens", "4"]
+    if not began or "quantization_config" in described:  # a process understands the word once
+        drafting += ["--speculative-draft-model-quantization", "unquant"]
     if markov:
         drafting += ["--speculative-dspark-block-size", "3", "--speculative-draft-attention-backend", "trtllm_mha"]
     device = ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"]
