@@ -4,20 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from openai import OpenAI
 
 from tests.support.embedded import tiny_engine
 from tests.support.serving import Running, running
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models lose more time by sharing their work among threads than by doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

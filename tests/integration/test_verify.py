@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.client.endpoint import Endpoint, Reply
@@ -35,6 +34,7 @@ from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running, until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Folders = tuple[Path, Path]
 Likely = dict[tuple[int, ...], int]
 PROMPTS = ["the quick brown fox", "a lazy dog", "over the", "true false", "[1, 2", "jumps"]
@@ -45,15 +45,6 @@ BROKEN: dict[FaultKind, Break] = {
     FaultKind.GREEDY_SAMPLING: broken_loops.greedy_verification,
     FaultKind.DISTRIBUTION: broken_loops.wrong_residual,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are done before a second thread has woken up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_serve import SamplingParams
 from dflash_serve.models.kv_cache import KVCache
@@ -16,12 +15,8 @@ Truth = dict[tuple[int, ...], list[int]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models lose more time by sharing their work among threads than by doing it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def everything_in_one_thread(one_thread: None) -> None:
+    """All tests of this folder run tiny models."""
 
 
 @pytest.fixture(scope="session", autouse=True)

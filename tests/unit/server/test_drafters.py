@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.adapting import swap as exchange
@@ -35,17 +34,10 @@ from tests.support.tiny import write_tiny_drafter
 Folders = tuple[Path, Path]
 Likely = dict[tuple[int, ...], int]
 TEXTS = ["the quick brown fox", "a lazy dog", "over the", "true false"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 48
 KEY = "sk-of-this-test"
 UPDATE = exchange.UPDATE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
