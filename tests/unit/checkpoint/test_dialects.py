@@ -72,7 +72,8 @@ READ: dict[str, tuple[Keys, Keys, tuple[str, ...], Keys]] = {
             {"rope": {"theta": 1e4}},
         )
         for dialect, prefix in {
-            **dict.fromkeys((name for name in DIALECTS if name != "k3-dspark"), ""), "speculators": "transformer_layer_config."
+            **dict.fromkeys((name for name in DIALECTS if name != "k3-dspark"), ""),
+            "speculators": "transformer_layer_config.",
         }.items()
     },
     "a sliding layer is causal": (raw("zlab", MIXED), {"is_causal": None}, (), {"layers": (SLIDING, FULL)}),
