@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         {"autoscaling": {"kind": "keda", "prometheusAddress": "http://p:9090"}, "podMonitor": {"enabled": True}},
         "autoscaling.kind: the halves of a pair have fixed numbers",
     ),
-    ({"certify.enabled": True}, "certify.enabled: it compares one server"),
+    ({"certify.enabled": True}, "certify.enabled: it starts servers of its own"),
     ({"inferencePool": {"enabled": True, "endpointPicker": "x"}}, "inferencePool.enabled: SGLang's router chooses"),
     ({"secrets.apiKeys.name": "keys"}, "secrets.apiKeys.name: SGLang's router takes a key on its command line"),
 ]

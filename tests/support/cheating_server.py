@@ -427,9 +427,13 @@ SEEDLESS = {"seeds ignored", "seeds ignored in streams"}
 """Cheats that give another answer every time."""
 
 
+AGAINST_ITSELF = {"n copies", "streamed text lacks a character"}
+"""Cheats whose answers contradict each other on either side."""
+
+
 def alone(name: str) -> str | None:
     """The verdict on one server that cheats alike with speculation and without; None = it depends on the load."""
-    return None if name in BY_CHANCE else "not lossless" if name in SEEDLESS else "lossless"
+    return None if name in BY_CHANCE else "not lossless" if name in SEEDLESS | AGAINST_ITSELF else "lossless"
 
 
 def told_of_one_server() -> list[str]:
@@ -442,6 +446,7 @@ def told_of_one_server() -> list[str]:
         f"| only where it drafts | all {len(CHEATS)} are seen |",
         f"| alike in both ways, always giving the same answer to the same request | {len(hidden)} are not seen |",
         f"| alike in both ways, by its load or by earlier requests | {len(BY_CHANCE)} are seen or not, by chance |",
+        f"| alike in both ways, contradicting itself | {len(AGAINST_ITSELF)} are seen |",
         f"| alike in both ways, ignoring seeds | {len(SEEDLESS)} are seen with `--same-seeds` |",
         f"Not seen: {named}; and {', '.join(f'*{wrong}*' for wrong in FIELDS)}, each {', '.join(situations)}.",
     ]
