@@ -97,7 +97,9 @@ class RequestHandler:
             stream, formatter = await unless_gone(request.receive, self._queue(body, request.state.owner))
         except ClientDisconnect:
             return Response(status_code=499)
-        chunks = self._chunks(body, stream)
+        chunks = aiter(stream)
+        if self.recorder is not None and isinstance(body, ChatRequest):
+            chunks = _recorded(chunks, self.recorder, body, stream)
         try:
             first = await unless_gone(request.receive, anext(chunks))
             if body.stream:
@@ -110,12 +112,6 @@ class RequestHandler:
             if isinstance(error, ClientDisconnect):
                 return Response(status_code=499)
             raise
-
-    async def _chunks(self, body: Body, stream: ResponseStream) -> AsyncIterator[Chunk]:
-        async for chunk in stream:
-            yield chunk
-        if self.recorder is not None and isinstance(body, ChatRequest):
-            await run_in_threadpool(self.recorder.add, body, stream.answers[0])
 
     async def _queue(self, body: Body, owner: str) -> tuple[ResponseStream, Formatter]:
         """Queues the answers. Nothing is awaited after that: a client that goes cannot leave them behind."""
@@ -199,6 +195,14 @@ def recorder_of(settings: ServerSettings) -> Recorder | None:
     if settings.record_to is None:
         return None
     return Recorder(settings.record_to, settings.record_megabytes * 1_000_000, settings.record_days * DAY)
+
+
+async def _recorded(
+    chunks: AsyncIterator[Chunk], recorder: Recorder, body: ChatRequest, stream: ResponseStream
+) -> AsyncIterator[Chunk]:
+    async for chunk in chunks:
+        yield chunk
+    await run_in_threadpool(recorder.add, body, stream.answers[0])
 
 
 def _compiled(grammars: Grammars, body: Body) -> Grammar:
