@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.checkpoint.reader import Checkpoint, is_plain, open_checkpoint
@@ -48,6 +48,11 @@ class StrictLoader:
     """Endings of our names of parameters that no tensor need fill."""
     unread: Set[str] = frozenset()
     """Other names of tensors (`tensors.ALIASES`) that the engine does not know, with or without `model.`."""
+
+    @property
+    def of_weights_alone(self) -> StrictLoader:
+        """The same where products have a parameter `input_scale` that is dropped unfilled (ModelOpt's W4A16_NVFP4)."""
+        return replace(self, unfilled=(*self.unfilled, "input_scale"))
 
     def load(
         self, load: Callable[[Iterator[tuple[str, Tensor]]], Any], model: Any, weights: Iterable[tuple[str, Tensor]]

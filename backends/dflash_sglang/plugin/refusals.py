@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dflash_serve.adapter.checks import layer_problems
@@ -75,9 +74,6 @@ LOADER = StrictLoader(
 )
 
 
-WEIGHTS_ALONE = replace(LOADER, unfilled=(*LOADER.unfilled, "input_scale"))
-
-
 def _needs_no_input_scale(module: Any) -> bool:
     # SGLang's product of W4A16_NVFP4 weights has a parameter for it, and drops it (modelopt_quant.py).
     return type(getattr(module, "quant_method", None)).__name__ == "ModelOptNvFp4A16LinearMethod"
@@ -105,7 +101,7 @@ class StrictLoad:
         if self.is_built:
             own = self._own
             return load(model, (one for one in weights if own is None or one[0] in own))
-        loader = WEIGHTS_ALONE if any(map(_needs_no_input_scale, model.modules())) else LOADER
+        loader = LOADER.of_weights_alone if any(map(_needs_no_input_scale, model.modules())) else LOADER
         loaded, self._own = loader.load(lambda given: load(model, given), model, weights)
         return loaded
 

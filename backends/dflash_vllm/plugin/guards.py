@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from dflash_serve.adapter.checks import layer_problems
@@ -23,14 +22,11 @@ LOADER = StrictLoader(
 )
 
 
-WEIGHTS_ALONE = replace(LOADER, unfilled=(*LOADER.unfilled, "input_scale"))
-
-
 def loader_of(model: Any) -> StrictLoader:
     """The loader of a drafter; products of W4A16_NVFP4 have a parameter `input_scale` that vLLM drops unfilled."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     named = (one for one in methods if type(one).__name__ == "ModelOptLinearMethod")
-    return WEIGHTS_ALONE if any(one.akey is None for one in named) else LOADER  # type: ignore[union-attr]
+    return LOADER.of_weights_alone if any(one.akey is None for one in named) else LOADER  # type: ignore[union-attr]
 
 
 def draft_problems(vllm_config: Any, checkpoint: Checkpoint | None) -> list[Problem]:
