@@ -7,8 +7,7 @@ K/V of whole prompts lie in a pool of few tokens, the least recently used ones l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import takewhile
 from threading import Lock
@@ -16,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from .fake_sglang import BLOCK, WORDS, logprobs
-from .site import site
+from .site import FakeServer
 
 Body = dict[str, Any]
 Tokens = tuple[int, ...]
@@ -32,7 +31,7 @@ class HiCacheFault(StrEnum):
     large = "the pool is larger than its metrics tell"
 
 
-class FakeHiCache:
+class FakeHiCache(FakeServer):
     """One server.
 
     Args:
@@ -48,13 +47,7 @@ class FakeHiCache:
         self.asked = list[Body]()
         self.steps = self.accepted = self.generated = self.reloaded = 0
 
-    @contextmanager
-    def listening(self) -> Iterator[str]:
-        """Its address."""
-        with site(self.reply) as url:
-            yield url
-
-    def reply(self, path: str, body: Any, _key: str | None) -> tuple[int, Any]:
+    def reply(self, path: str, body: Any, key: str | None) -> tuple[int, Any]:
         """The response to a request."""
         if body is not None:
             with self.turn:

@@ -8,19 +8,18 @@ Chats name token ids `response_token_ids` and stream none (entrypoints/openai/se
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from .site import site
+from .site import FakeServer
 
 Body = dict[str, Any]
 WORDS = ("red", "fox", "sun", "hill", "tree", "rain", "moon", "lake", "bird", "snow", "wind", "leaf", "rock", "wolf")
 BLOCK = 4
 
 
-class FakeSglang:
+class FakeSglang(FakeServer):
     """One server.
 
     Args:
@@ -35,13 +34,7 @@ class FakeSglang:
         self.asked = list[tuple[str, Body]]()  # Requests for answers
         self.requests = self.generated = self.steps = 0
 
-    @contextmanager
-    def listening(self) -> Iterator[str]:
-        """Its address."""
-        with site(self.reply) as url:
-            yield url
-
-    def reply(self, path: str, body: Any, _key: str | None) -> tuple[int, Any]:
+    def reply(self, path: str, body: Any, key: str | None) -> tuple[int, Any]:
         """The response to a request."""
         if body is not None:
             self.asked.append((path, body))

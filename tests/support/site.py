@@ -49,6 +49,20 @@ def site(answer: Callable[[str, Any, str | None], tuple[int, Any]]) -> Iterator[
         server.server_close()
 
 
+class FakeServer:
+    """A server whose responses a subclass makes."""
+
+    def reply(self, path: str, body: Any, key: str | None) -> tuple[int, Any]:
+        """The response to a request, as in `site`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Its address."""
+        with site(self.reply) as url:
+            yield url
+
+
 @contextmanager
 def usage_only(url: str) -> Iterator[str]:
     """The address of a gateway before a server: it shows no metrics, and hands answers on whole."""

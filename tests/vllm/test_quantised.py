@@ -29,7 +29,7 @@ def prompts() -> Tokens:
 
 @pytest.fixture(scope="module")
 def truth(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    """What vLLM answers without speculation."""
+    """The answers of vLLM without speculation."""
     with serving(tmp_path_factory.mktemp("plain"), smollm2("off")) as server:
         return server.tokens(prompts, TOKENS, STREAMS)
 

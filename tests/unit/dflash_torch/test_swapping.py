@@ -78,7 +78,7 @@ def described(engine: EmbeddedEngine, folders: Folders) -> EmbeddedEngine:
 
 
 def replaced(engine: EmbeddedEngine, swap: DrafterSwap, path: str | None) -> Swapped:
-    """The exchange, as the server makes it: loaded here, put in place by the next step of whoever runs them."""
+    """Loads a drafter in this thread, and has the engine's next step put it in place, as the server does."""
     loaded = swap.load(path)
     done = engine.loop.call(lambda: swap.put(loaded))
     engine.loop.step()
