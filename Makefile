@@ -186,13 +186,19 @@ test-vllm: .venv-vllm/ready
 	$(MAKE) --jobs=2 --output-sync=target vllm-servers vllm-contract
 
 vllm-servers: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py tests/vllm/test_quantised.py
+	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py
 
 vllm-contract: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py --ignore=tests/vllm/test_quantised.py tests/vllm \
-	  tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
+
+# SmolLM2's drafter in the layouts that people publish, each on a real server beside the embedded engine, and what `build`
+# writes in INT8. The figures of docs/quantised.md are shown at the end.
+.PHONY: test-layouts
+test-layouts: .venv-sglang/ready .venv-vllm/ready
+	DFLASH_SERVE_TEST_LAYOUTS=1 $(VLLM_BIN)/$(PYTEST) -rP tests/vllm/test_quantised.py
+	DFLASH_SERVE_TEST_LAYOUTS=1 $(SGLANG_BIN)/$(PYTEST) -rP tests/sglang/test_quantised.py
 
 # What we take from the newest SGLang and vLLM that their projects have released: arguments, configuration, names. A failure says
 # what a next release of ours must read; releases that we do not know are refused until then. Which faults of `upstream/` these

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_serve.adapter.launch import DRAFT
 from dflash_serve.adapter.registry import backend
@@ -39,6 +40,8 @@ NAMES = [
 ]
 CLOSE = 0.01
 """Relative error of products in bfloat16."""
+ROUNDED = 0.05
+"""The same where the activations have 8 bits."""
 
 
 def layout_of(name: str) -> Layout | None:
@@ -72,9 +75,13 @@ def loaded(folder: Path) -> dict[str, Any]:
     """The engine's result for each prepared drafter, or for the published one where we do not serve it."""
     drafts = {name: folder / name / DRAFT for name in NAMES}
     drafts = {name: draft if draft.exists() else folder / name / PUBLISHED for name, draft in drafts.items()}
-    module = f"tests.support.{ENGINE}_layouts"
-    command = [sys.executable, "-m", module, str(folder / "target"), *map(str, drafts.values())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked(folder / "target", drafts)
+
+
+def asked(target: Path, drafts: Mapping[str, Path], *options: str) -> dict[str, Any]:
+    """What the engine makes of each drafter, in a process of its own."""
+    command = [sys.executable, "-m", f"tests.support.{ENGINE}_layouts", *options, str(target)]
+    done = subprocess.run([*command, *map(str, drafts.values())], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return {name: found[str(draft)] for name, draft in drafts.items()}
@@ -133,6 +140,25 @@ def test_drafts_are_loaded_by_the_methods_that_the_command_names(folder: Path, l
         if "error" not in loaded[name]:
             # The test says `unquant`, and SGLang finds the same.
             assert loaded[name]["quantization"] == method_of(open_checkpoint(folder / name / PUBLISHED))
+
+
+@pytest.mark.skipif(ENGINE != "vllm", reason="asked of vLLM")
+def test_vllms_kernels_for_cpus_are_those_that_the_table_says(folder: Path) -> None:
+    """In float32, of each format that is for a CPU in one layout at least; they round the activations, too."""
+    from dflash_vllm.layouts import storage_problems
+
+    lacking = {"w4a16"} if not torch.cpu._is_avx512_supported() else set()
+    names = [
+        name for name, layout in LAYOUTS.items() if layout.format in ("int8", "fp8", "w4a16", "w8a16", "fp8-block")
+    ]
+    drafts = {name: folder / name / DRAFT for name in names if (folder / name / DRAFT).exists()}
+    for name, found in asked(folder / "target", drafts, "--own-kernels").items():
+        checkpoint = open_checkpoint(folder / name / PUBLISHED)
+        problems = list(storage_problems(checkpoint, 1, name, dtype="float32", on_cpu=True))
+        assert ("error" in found) is (problems != [] or name in lacking), (name, problems, found)
+        if "error" not in found:
+            overflow = name == "int8" and not torch.cpu._is_vnni_supported()
+            assert max(found["errors"].values()) < (0.5 if overflow else ROUNDED), (name, found)
 
 
 def test_vllm_alone_does_not_find_fc_in_the_list_of_compressed_tensors(folder: Path) -> None:

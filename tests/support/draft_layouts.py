@@ -325,7 +325,8 @@ def errors(model: Module, plain: Path) -> Iterator[tuple[str, float]]:
             parent, _, last = product.rpartition(".")
             parts = FUSED.get(last, (last,))
             weight = torch.cat([numbers[f"layers.{index}.{parent}.{part}.weight"] for part in parts]).float()
-            given = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            dtype = layer.get_parameter("input_layernorm.weight").dtype
+            given = torch.randn(7, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
             with torch.inference_mode():
                 made = layer.get_submodule(product)(given)[0].float()
             yield f"layers.{index}.{product}", relative(made, linear(given.float(), weight))

@@ -6,6 +6,7 @@ Both answer the same prompts greedily in float32, one after the other, and their
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,29 @@ WITHIN = 0.03
 WITHOUT_VNNI = "int8 up to 63"
 """INT8 with whole numbers whose sums of products fit CPUs without VNNI: there oneDNN adds two products in 16 bits."""
 CASES: Mapping[str, Layout] = {**LAYOUTS, WITHOUT_VNNI: replace(LAYOUTS["int8"], store=partial(int8, largest=63))}
-SERVED: Mapping[str, tuple[str, ...]] = {"vllm": (WITHOUT_VNNI,), "sglang": ()}
-"""Layouts of each engine's tests with a real server; the contract tests ask its class of drafters about all."""
+OWN: Mapping[str, tuple[str, ...]] = {"vllm": (WITHOUT_VNNI, "fp8 rows"), "sglang": ()}
+"""Layouts that an engine's own kernels run on every CPU; vLLM's run `int8` with VNNI and `w4a16` with AVX-512."""
+OF_GPUS: Mapping[str, tuple[str, ...]] = {
+    "vllm": (
+        "int8",
+        "w4a16",
+        "w8a16",
+        "fp8 tensor",
+        "nvfp4",
+        "nvfp4 weights",
+        "mxfp4",
+        "modelopt fp8",
+        "modelopt nvfp4",
+        "hf fp8",
+    ),
+    "sglang": ("int8", "fp8 rows", "fp8 tensor", "nvfp4", "nvfp4 weights", "modelopt fp8", "modelopt nvfp4", "hf fp8"),
+}
+"""Layouts of which each product is a stand-in's. Others do not fit SmolLM2's drafter: FP8 blocks, SGLang's tiles."""
+STAND_INS = {
+    "DFLASH_SERVE_TEST_KERNELS": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+}
+"""Variables of a server whose quantised products are those of `*_kernels.py`."""
 Tokens = list[list[int]]
 
 

@@ -1,11 +1,12 @@
 """Quantised products of SGLang, whose kernels are for GPUs, on a CPU: x W', W the numbers that the loaded tensors mean.
 
 SGLang's own methods make the parameters and load them; only what follows is replaced. Kernels of W8A8 and NVFP4 also
-round the activations; these do not.
+round the activations; these do not. They multiply in float32, too, in which losslessness is exact.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,6 +22,12 @@ METHODS = {
     ),
     "sglang.srt.layers.quantization.fp8": ("Fp8LinearMethod",),
 }
+CONFIGS = {
+    "sglang.srt.layers.quantization.modelopt_quant": ("ModelOptFp8Config", "ModelOptFp4Config"),
+    "sglang.srt.layers.quantization.fp8": ("Fp8Config",),
+    "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors": ("CompressedTensorsConfig",),
+}
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ("W8A8Int8", "WNA16", "W8A8Fp8", "W8A16Fp8", "W4A4Fp4", "W4A16Fp4")
 BLOCK = 128
 
@@ -56,8 +63,6 @@ def _by_row(of_parts: Tensor, heights: list[int]) -> Tensor:
 
 def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """Puts them in place of SGLang's kernels, as on a GPU of this compute capability."""
-    from importlib import import_module
-
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
     def settle(self: Any, layer: Any) -> None:
@@ -71,6 +76,10 @@ def install(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
             method = getattr(import_module(module), name)
             monkeypatch.setattr(method, "process_weights_after_loading", settle)
             monkeypatch.setattr(method, "apply", multiply)
+    for module, names in CONFIGS.items():
+        for name in names:
+            config = getattr(import_module(module), name)
+            monkeypatch.setattr(config, "get_supported_act_dtypes", classmethod(lambda _: FLOATS))
     for name in SCHEMES:
         scheme = getattr(schemes, f"CompressedTensors{name}")
         monkeypatch.setattr(scheme, "process_weights_after_loading", settle)

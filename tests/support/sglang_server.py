@@ -153,13 +153,13 @@ def _asked(prompt: str | Sequence[int], tokens: int, more: Mapping[str, Any]) ->
     return {**given, "sampling_params": sampling, **outside}
 
 
-def smollm2(width: int | str) -> Deployment:
-    """SmolLM2 and the drafter we ship; the test is skipped where there is no SmolLM2."""
+def smollm2(width: int | str, drafter: str = "smollm2") -> Deployment:
+    """SmolLM2 and the drafter we ship, or another; the test is skipped where there is no SmolLM2."""
     try:
         target = str(target_folder("smollm2"))
     except UserError as error:
         pytest.skip(str(error))
-    fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": "smollm2"}}
+    fields: dict[str, Any] = {"target": {"model": target}, "drafter": {"model": drafter}}
     limits = {"max_batch_size": CROWD, "max_model_len": 1024}
     return Deployment.model_validate({**fields, "limits": limits, "speculation": {"width": width}})
 

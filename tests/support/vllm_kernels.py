@@ -1,10 +1,12 @@
 """Kernels that vLLM has on GPUs only, for CPUs: each computes x W', W the numbers that the stored tensors stand for.
 
-GPU kernels of W8A8 and NVFP4 also round the activations; these do not.
+GPU kernels of W8A8 and NVFP4 also round the activations; these do not. They multiply in float32, too, in which
+losslessness is exact.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +17,8 @@ from torch.nn.functional import linear
 from dflash_serve.checkpoint.formats import FP8_MAX, GROUP, unpack_fp4
 
 YES = (True, None)
+CONFIGS = (("modelopt", "ModelOptFp8Config"), ("modelopt", "ModelOptNvFp4Config"), ("fp8", "Fp8Config"))
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _offset_binary(words: Tensor, bits: int) -> Tensor:
@@ -160,5 +164,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(known, PlatformEnum.CPU, [kernel, *known.get(PlatformEnum.CPU, [])])
     # Parts of a fused product with scales of their own are rounded again, to the largest.
     monkeypatch.setattr("vllm._custom_ops.scaled_fp8_quant", _rounded)
+    for module, name in CONFIGS:
+        config = getattr(import_module(f"vllm.model_executor.layers.quantization.{module}"), name)
+        monkeypatch.setattr(config, "get_supported_act_dtypes", classmethod(lambda _: FLOATS))
     # Weight-only NVFP4 asks for one class of kernel, whatever the tables say.
     monkeypatch.setattr(kernels, "MarlinNvFp4LinearKernel", Fp4)

@@ -1,4 +1,4 @@
-"""vLLM's own class of drafters on a CPU: `python -m tests.support.vllm_layouts TARGET DRAFT ...`.
+"""vLLM's own class of drafters on a CPU: `python -m tests.support.vllm_layouts [--own-kernels] TARGET DRAFT ...`.
 
 Prints one JSON object: draft folder -> what vLLM made of it. A process of its own, because vLLM keeps its groups of
 processes and its platform for ever.
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 }
 
 
-def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
+def made(target: str, draft: Path, began: list[bool], dtype: str = "bfloat16") -> dict[str, Any]:
     """The quantisation method, relative errors of products and of context keys and values; or vLLM's own error."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -38,7 +38,7 @@ def made(target: str, draft: Path, began: list[bool]) -> dict[str, Any]:
     speculative = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 3}
     sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512}
     try:
-        given = EngineArgs(target, dtype="bfloat16", enforce_eager=True, speculative_config=speculative, **sizes)
+        given = EngineArgs(target, dtype=dtype, enforce_eager=True, speculative_config=speculative, **sizes)
         config = given.create_engine_config()
         with set_current_vllm_config(config):
             if not began:
@@ -60,11 +60,11 @@ def _context(model: Any, plain: Path) -> float:
     """The relative error of the context's keys and values, before their norm, against those of the plain numbers."""
     from safetensors.torch import load_file
 
-    numbers, layers = load_file(plain), len(model.layers)
-    states = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    numbers, layers, dtype = load_file(plain), len(model.layers), model.hidden_norm.weight.dtype
+    states = torch.randn(5, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     mean = states.float().pow(2).mean(dim=-1, keepdim=True)
-    normed = (states.float() * torch.rsqrt(mean + model.config.rms_norm_eps)).to(torch.bfloat16)
-    normed = (normed * numbers["hidden_norm.weight"].to(torch.bfloat16)).float()
+    normed = (states.float() * torch.rsqrt(mean + model.config.rms_norm_eps)).to(dtype)
+    normed = (normed * numbers["hidden_norm.weight"].to(dtype)).float()
     heads, size = model.config.num_key_value_heads, model.config.head_dim
     model._hidden_norm_weight, ours = model.hidden_norm.weight.data, dict[str, Tensor]()
     if hasattr(torch.ops._C, "rms_norm"):
@@ -78,16 +78,18 @@ def _context(model: Any, plain: Path) -> float:
 
 
 def main() -> None:
-    """Loads every folder with the kernels of `vllm_kernels`."""
+    """Loads every folder with the kernels of `vllm_kernels`, or with vLLM's own for CPUs, in float32."""
     os.environ.update(ENVIRONMENT)
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     torch.accelerator.empty_cache = lambda: None  # asks for an accelerator
-    install(pytest.MonkeyPatch())
-    target, *drafts = sys.argv[1:]
-    began: list[bool] = []
-    print(json.dumps({draft: made(target, Path(draft), began) for draft in drafts}))
+    own = "--own-kernels" in sys.argv
+    target, *drafts = (word for word in sys.argv[1:] if word != "--own-kernels")
+    if not own:
+        install(pytest.MonkeyPatch())
+    dtype, began = "float32" if own else "bfloat16", list[bool]()
+    print(json.dumps({draft: made(target, Path(draft), began, dtype) for draft in drafts}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ def platform_class() -> str:
 
 
 def install() -> None:
-    """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform."""
+    """Replaces the few kernels that have no CPU form. Does nothing unless SGLANG_PLATFORM asks for this platform.
+
+    DFLASH_SERVE_TEST_KERNELS in the environment adds those of quantised products.
+    """
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return
     from sglang_cpu_platform import (
@@ -39,3 +42,9 @@ def install() -> None:
     sampling.install()
     steps.install()
     widths.install()
+    if os.environ.get("DFLASH_SERVE_TEST_KERNELS"):
+        import pytest
+
+        from tests.support import sglang_kernels
+
+        sglang_kernels.install(pytest.MonkeyPatch())

@@ -12,12 +12,16 @@ Seeds: a seeded request whose prompt takes several steps ends the engine. `_book
 (`vllm/v1/worker/gpu_model_runner.py:3502`) takes the draw of each unfinished step back by the generator's offset, which
 generators of CPUs do not have.
 
+Kernels: with DFLASH_SERVE_TEST_KERNELS in the environment, those of `tests/support/vllm_kernels.py` stand in for what
+vLLM has for GPUs only.
+
 And waiting: the process that schedules polls while the one that computes is at work (`sched_yield` in
 `vllm/distributed/device_communicators/shm_broadcast.py`), which on a machine of two cores takes one of them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from time import sleep
@@ -32,6 +36,12 @@ def install() -> None:
     from vllm.v1.sample import rejection_sampler
 
     _sleep_while_waiting()
+    if os.environ.get("DFLASH_SERVE_TEST_KERNELS"):
+        import pytest
+
+        from tests.support import vllm_kernels
+
+        vllm_kernels.install(pytest.MonkeyPatch())
     if not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens.__module__ == __name__:
         return
     upstream = rejection_sampler.expand_batch_to_tokens
