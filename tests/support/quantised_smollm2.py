@@ -85,6 +85,12 @@ class Beside:
         spread = sum((a / theirs - b / ours) ** 2 for a, b in zip(self.theirs, self.ours, strict=True)) ** 0.5
         return ours / theirs, ours / theirs * exp(-1.96 * spread), ours / theirs * exp(1.96 * spread)
 
+    @property
+    def agrees(self) -> bool:
+        """The acceptance length is the embedded engine's to `WITHIN`, as far as the interval tells."""
+        _, least, most = self.ratio
+        return least <= 1 + WITHIN and most >= 1 - WITHIN
+
     def __str__(self) -> str:
         ratio, least, most = self.ratio
         lengths = f"{sum(self.theirs):.0f} verifications, the embedded engine {sum(self.ours):.0f}"
