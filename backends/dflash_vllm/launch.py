@@ -119,6 +119,8 @@ class VLLMLaunch(VLLMSettings):
 
     def _half_notes(self) -> Iterator[str]:
         yield "pairs of vLLM ran on CPUs alone: on GPUs compare the acceptance with that of one whole server"
+        if self.drafter is not None and self.deployment.role == "decode":
+            yield "vLLM counts one rejected block more for each request of a decode half, which was never drafted"
         if NIXL_HOST not in os.environ:
             yield f"set {NIXL_HOST} to an address of this machine that the other half reaches: vLLM's own is localhost"
         if self.drafter is not None:

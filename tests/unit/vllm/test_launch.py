@@ -105,6 +105,8 @@ def test_a_half_says_what_only_its_operator_can_do(fields: dict[str, Any], monke
     told = " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
     assert f"set {variable} to an address of this machine" in told
     assert "start both halves with the same --folder" in told
+    assert "one rejected block more for each request of a decode half" in told
+    assert "one rejected block more" not in notes(fields, role="prefill")
     monkeypatch.setenv(variable, "10.0.0.1")
     assert variable not in " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
 
