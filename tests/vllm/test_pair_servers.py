@@ -138,7 +138,7 @@ def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], w
     print(f"vLLM pair: acceptance {found.told}; one server {whole.told}; {loaded:.0f} tokens of prompts loaded")
     assert found.tokens == whole.tokens
     assert found.counts.accepted == whole.counts.accepted
-    assert found.counts.verifications == whole.counts.verifications + len(PROMPTS)
+    assert found.counts.verifications == (whole.counts.verifications or 0) + len(PROMPTS)
     assert seeded[0] == seeded[1]
 
 
