@@ -148,11 +148,14 @@ test-sglang: .venv-sglang/ready
 	$(SGLANG_BIN)/$(PYTEST) tests/sglang $(SGLANG_CONTRACT)
 
 # SGLang's router before two servers and before a pair, whose K/V goes by NIXL; Dynamo's frontend before two workers (170 MB
-# are fetched once): several minutes, 9 GB. What was measured is shown at the end.
+# are fetched once); vLLM's router before one server and before a pair: several minutes, 9 GB. What was measured is shown
+# at the end.
+DISTRIBUTED := EMBEDDED_PYTHON=$(CURDIR)/$(BIN)/python DFLASH_SERVE_TEST_DISTRIBUTED=1
 .PHONY: test-distributed
-test-distributed: .venv-sglang/ready .venv/demo
-	EMBEDDED_PYTHON=$(CURDIR)/$(BIN)/python DFLASH_SERVE_TEST_DISTRIBUTED=1 $(SGLANG_BIN)/$(PYTEST) -rP -o timeout=1800 tests/sglang/test_pair_servers.py \
+test-distributed: .venv-sglang/ready .venv-vllm/ready .venv/demo
+	$(DISTRIBUTED) $(SGLANG_BIN)/$(PYTEST) -rP -o timeout=1800 tests/sglang/test_pair_servers.py \
 	  tests/sglang/test_dynamo_servers.py
+	$(DISTRIBUTED) $(VLLM_BIN)/$(PYTEST) -rP -o timeout=1800 tests/vllm/test_pair_servers.py
 
 .venv-sglang/ready: pyproject.toml $(SGLANG_CPU)/pyproject.toml $(wildcard $(SGLANG_CPU)/*.txt) | .venv-torch/bin/uv
 	$(call ENVIRONMENT,.venv-sglang)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -57,6 +58,9 @@ CAPTURING = {
 PLUG_IN = "dflash_serve"  # our entry point in vLLM's groups of plug-ins
 PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; absent = all
 RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust: no stat logger, no `--middleware`
+NIXL_HOST, NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+"""vLLM's own: the address at which a half is asked where its K/V are."""
+NIXL_ADDRESS = ("localhost", "5600")  # vLLM's own, without these variables
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
@@ -146,6 +150,23 @@ def _half(settings: VLLMSettings) -> Iterator[Problem]:
     if settings.target.recurrent:
         what = "vLLM does not tell a drafter's K/V from the target's recurrent layers (vllm#57032)"
         yield Problem(what, "target.model", "serve whole, serve without a drafter, or use --backend sglang")
+
+
+def side_channel_problems(settings: VLLMSettings) -> Iterator[Problem]:
+    """An address of this half that is taken: vLLM's start then waits without an end (nixl/base_scheduler.py)."""
+    if not settings.is_half:
+        return
+    host, port = (os.environ.get(*one) for one in zip((NIXL_HOST, NIXL_PORT), NIXL_ADDRESS, strict=True))
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        yield Problem(f"{port!r} is no port", NIXL_PORT, "set it to a free port of this machine")
+        return
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        what = f"this half cannot listen at {host}:{port} ({error.strerror or error}): vLLM would hang at its start"
+        do = f"give each half on this machine a free port by {NIXL_PORT}, and {NIXL_HOST} an address of this machine"
+        yield Problem(what, NIXL_PORT, do)
 
 
 def captures(settings: VLLMSettings) -> bool | None:

@@ -14,7 +14,7 @@ from dflash_serve.checkpoint.config import DrafterConfig
 from dflash_serve.deployment.gpus import GIB
 from dflash_serve.errors import Problem
 
-from .checks import captures, problems
+from .checks import NIXL_HOST, captures, problems, side_channel_problems
 from .drafter_rules import dialect_of, method_of
 from .engine_arguments import PARSER_FLAGS, PARSERS, argument_table
 from .facts import GUESSED_COSTS, REAL_OFF, RELEASES
@@ -25,7 +25,6 @@ SCHEDULER = "--scheduler-cls"
 SCHEDULERS = "dflash_vllm.plugin.scheduler"  # the module of our schedulers, whose widths follow the load
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 """Half of a pair -> vLLM's `kv_role`; `kv_both` is deprecated there (nixl/connector.py)."""
-NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"  # vLLM's own: the address at which a half is asked for its K/V
 KEYS_MIDDLEWARE = "dflash_vllm.plugin.keys.EveryRoute"  # vLLM's own check of keys covers a part of its routes
 KEEPS_OUTSIDE = {"kv-offloading-size", "kv-transfer-config"}
 """Arguments with which vLLM keeps K/V in host memory or on other machines (OffloadingConnector, LMCache)."""
@@ -41,6 +40,10 @@ class VLLMLaunch(VLLMSettings):
 
     def _problems(self) -> list[Problem]:
         return problems(self)
+
+    @property
+    def problems_here(self) -> list[Problem]:
+        return list(side_channel_problems(self))
 
     def _draft_form(self, drafter: DrafterConfig) -> DraftForm:
         """vLLM reads every key, and the target's name in speculators' dialect."""
@@ -115,7 +118,9 @@ class VLLMLaunch(VLLMSettings):
             )
 
     def _half_notes(self) -> Iterator[str]:
-        yield "no pair of vLLM was run with a drafter: compare its acceptance with that of a whole server"
+        yield "pairs of vLLM ran on CPUs alone: on GPUs compare the acceptance with that of one whole server"
+        if self.drafter is not None and self.deployment.role == "decode":
+            yield "vLLM counts one rejected block more for each request of a decode half, which was never drafted"
         if NIXL_HOST not in os.environ:
             yield f"set {NIXL_HOST} to an address of this machine that the other half reaches: vLLM's own is localhost"
         if self.drafter is not None:

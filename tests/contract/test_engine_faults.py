@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -273,6 +275,8 @@ OF_SGLANG: dict[str, Callable[[Patch], bool]] = {
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 PLAIN = "vllm.model_executor.models.qwen3_dflash"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 MARKOV = "vllm.model_executor.models.qwen3_dspark"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
 
@@ -365,6 +369,17 @@ def offloads_on_gpus_alone(_: Patch) -> bool:
     return False
 
 
+def hangs_where_its_port_is_taken(_: Patch) -> bool:
+    """Its listener ends before it sets the event for which the start waits without an end."""
+    scheduler = import_module(f"{NIXL}.base_scheduler").NixlBaseConnectorScheduler
+    ready, taken = threading.Event(), import_module("zmq").ZMQError
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = "127.0.0.1", other.getsockname()[1]
+        refused = raises(taken, lambda: scheduler._nixl_handshake_listener({}, ready, threading.Event(), *place))
+    waits = "ready_event.wait()" in inspect.getsource(scheduler.set_xfer_handshake_metadata)
+    return refused and waits and not ready.is_set()
+
+
 QWEN35_27B = [Layer(4, 256)] * 16 + [Layer(0, 0, state=48 * 128 * 128 * 4)] * 48
 
 
@@ -394,6 +409,8 @@ OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "every K/V group drops the last block of a reused prefix": drops_last_block,
     "a miss of the drafter's K/V vetoes an external hit": reported("vllm-external-hits"),
     "the offloading connector runs on no CPU": offloads_on_gpus_alone,
+    "a half whose `VLLM_NIXL_SIDE_CHANNEL_PORT` is taken hangs at its start": hangs_where_its_port_is_taken,
+    "a decode half counts a block a request that was never drafted": lambda _: "pad_spec_decode" in source(SCHEDULER),
     "a drafter with one layer of a kind makes K/V groups of one layer": groups_of_one_layer,
     "drafted tokens that vLLM trims count as drafted": reported("vllm-trimmed-slots"),
     "`min_p` and `logit_bias` are refused with speculation": refused_parameters,

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,6 +46,10 @@ WHEELS = {
 }
 MACHINE = "linux", "x86_64"
 PATIENCE_SECONDS = 60
+LOOKS = (
+    *("--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1"),
+    "--disable-retries",
+)
 # What `python -m sglang_router.launch_router` does, without the packages of its second, Python-only balancer.
 LAUNCH = """import argparse, importlib, sys
 package = sys.argv.pop(1)
@@ -69,9 +74,16 @@ def running_router(
 @contextmanager
 def router_of_a_pair(prefill: str, bootstrap_port: int, decode: str, log: Path) -> Iterator[str]:
     """The address of a router before two halves, which looks at their health every second and asks once."""
-    looks = ("--health-check-interval-secs", "1", "--health-failure-threshold", "2", "--health-success-threshold", "1")
     halves = ["--pd-disaggregation", "--prefill", prefill, str(bootstrap_port), "--decode", decode]
-    with _running([*halves, *looks, "--disable-retries"], 2, log, SGLANG) as url:
+    with _running([*halves, *LOOKS], 2, log, SGLANG) as url:
+        yield url
+
+
+@contextmanager
+def router_of_a_vllm_pair(prefill: str, decode: str, log: Path) -> Iterator[str]:
+    """The address of vLLM's router before two halves, which asks the prefill half first and then the decode half."""
+    halves = ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode]
+    with _running([*halves, *LOOKS], 2, log, VLLM) as url:
         yield url
 
 
@@ -99,9 +111,15 @@ def _wait(page: str, workers: int, process: subprocess.Popen[bytes], log: Path) 
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(page, trust_env=False).json().get("healthy_workers") == workers:
+            if _healthy(httpx.get(page, trust_env=False).json()) == workers:
                 return
         except (httpx.HTTPError, ValueError):
             pass
         time.sleep(0.1)
     raise AssertionError(f"the router did not become ready: {log.read_text(errors='replace')[-2000:]}")
+
+
+def _healthy(told: dict[str, Any]) -> int | None:
+    """Workers that answer; vLLM's router counts those of each kind where there are several kinds."""
+    kinds = [told[kind]["healthy"] for kind in ("prefill", "decode") if kind in told]
+    return sum(kinds) if kinds else told.get("healthy_workers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,8 +105,26 @@ def test_a_half_says_what_only_its_operator_can_do(fields: dict[str, Any], monke
     told = " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
     assert f"set {variable} to an address of this machine" in told
     assert "start both halves with the same --folder" in told
+    assert "one rejected block more for each request of a decode half" in told
+    assert "one rejected block more" not in notes(fields, role="prefill")
     monkeypatch.setenv(variable, "10.0.0.1")
     assert variable not in " ".join(VLLMBackend().launch(deployed(fields, role="decode")).notes)
+
+
+def test_a_half_whose_address_is_taken_is_refused_before_vllm_hangs(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the second half on one machine is, at vLLM's own port."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(other.getsockname()[1]))
+        (taken,) = VLLMBackend().launch(deployed(fields, role="decode")).problems_of_start
+        assert VLLMBackend().launch(deployed(fields)).problems_of_start == []
+    assert (taken.where, "vLLM would hang at its start" in taken.what) == ("VLLM_NIXL_SIDE_CHANNEL_PORT", True)
+    assert VLLMBackend().launch(deployed(fields, role="decode")).problems_of_start == []
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
+    (wrong,) = VLLMBackend().launch(deployed(fields, role="decode")).problems_of_start
+    assert "'many' is no port" in str(wrong)
 
 
 def notes(fields: dict[str, Any], **more: Any) -> str:

@@ -1,0 +1,152 @@
+"""vLLM's real router before a real server, and before two real halves of a pair, whose K/V goes by NIXL.
+
+`verify` and the doctor look through it; no token of a pair changes and no acceptance is lost; a prefill half without
+the drafter is refused.
+
+Four servers start, and at most two run, of 4 GB each: `make test-distributed`, which shows figures.
+EMBEDDED_PYTHON is a Python that has the embedded engine's server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from dflash_serve.client.endpoint import Endpoint
+from dflash_serve.client.metrics import MetricsSource, read_acceptance
+from dflash_serve.common.processes import free_port, running
+from dflash_serve.doctor.evidence import interview
+from dflash_serve.speculation.params import SamplingParams
+from dflash_serve.speculation.statistics import AcceptanceStatistics
+from dflash_serve.verify.report import VerifyReport
+from tests.support.command_line import call
+from tests.support.fleet import Fleet, fleet
+from tests.support.prompts import word_problems
+from tests.support.sglang_router import VLLM, router_of_a_vllm_pair, running_router
+from tests.support.vllm_pair import half, serving_prepared
+from tests.support.vllm_server import PATIENCE, OnCpu, Server, smollm2
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif("DFLASH_SERVE_TEST_DISTRIBUTED" not in os.environ, reason="make test-distributed"),
+]
+BLOCK, TOKENS = 8, 32
+CHATS = word_problems(4)
+SHORT = ["".join(f"{one['content']}\n" for one in chat) for chat in CHATS]
+PROMPTS = [*SHORT, "".join(SHORT) * 2]
+"""The last one takes several blocks of K/V, and several steps."""
+SEEDED = {"temperature": 0.8, "seed": 7}
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+QUICK = ("--samples", 0, "--max-tokens", 16, "--long-tokens", 0, "--no-penalties", "--concurrency", 2)
+LOADED = "vllm:external_prefix_cache_hits_total"
+"""Tokens of prompts whose K/V another half has computed."""
+
+
+class Answers(NamedTuple):
+    """Tokens and counts of one server, or of two halves behind a router."""
+
+    tokens: list[list[int]]
+    counts: AcceptanceStatistics
+
+    @classmethod
+    def of(cls, server: Server, metrics: str) -> Answers:
+        """Greedy answers, one after the other."""
+        before = read_acceptance(metrics)
+        tokens = server.tokens(PROMPTS, TOKENS)
+        return cls(tokens, read_acceptance(metrics).since(before))
+
+    @property
+    def told(self) -> str:
+        """Its acceptance as words."""
+        length = self.counts.acceptance_length
+        return f"{length:.4f} ({self.counts.verifications:.0f} steps, {self.counts.accepted:.0f} accepted)"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
+    """One server, two halves of a pair, and a prefill half without the drafter."""
+    folder = tmp_path_factory.mktemp("servers")
+    wanted = {
+        "whole": (smollm2(BLOCK), OnCpu()),
+        "prefill": half(smollm2(BLOCK), "prefill"),
+        "decode": half(smollm2(BLOCK), "decode"),
+        "bare": half(smollm2("off").model_copy(update={"drafter": None}), "prefill"),
+    }
+    described, backend = wanted["whole"]
+    backend.launch(described).prepare(folder / "prepared")
+    serve = partial(serving_prepared, folder / "prepared")
+    with fleet(serve, folder, wanted, ahead=0) as running_servers:
+        yield running_servers
+
+
+@pytest.fixture(scope="module")
+def whole(servers: Fleet[Server]) -> Answers:
+    """The first server's answers, asked directly, while one of the halves starts."""
+    server, _ = servers["whole"].ready.result(), servers["prefill"]
+    return Answers.of(server, server.url)
+
+
+def test_verify_and_the_doctor_look_through_vllms_router(
+    servers: Fleet[Server], whole: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Against the embedded engine without a drafter; the server's acceptance comes from its own metrics."""
+    server = servers["whole"].ready.result()
+    port, prompts, output = free_port(), tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS[:1]))
+    url = f"http://127.0.0.1:{port}"
+    serve = [os.environ["EMBEDDED_PYTHON"], "-m", "dflash_serve", "serve", "--target", "smollm2"]
+    serve += ["--dtype", "float32", "--port", str(port)]
+    with running_router([server.url], tmp_path / "log", package=VLLM) as router:
+        with running(serve, tmp_path / "plain", env=dict(os.environ), ready=f"{url}/health", patience=PATIENCE):
+            sides = ("--url", router, "--without-url", url, "--metrics-url", server.url)
+            code = call(monkeypatch, "verify", *sides, *QUICK, "--prompts", prompts, "--output", output)
+        findings = VerifyReport.model_validate_json(output.read_text()).findings
+        assert (code, findings.faults, findings.verdict, findings.unit) == (0, {}, "lossless", "token ids")
+        told = interview(Endpoint(router, metrics_urls=(server.url,)), CHATS, GREEDY, BLOCK)
+        print(f"vLLM's router: verify τ {findings.acceptance_length}, doctor τ {told.observation.acceptance_length}")
+        assert (told.width, told.engine) == (BLOCK, "vLLM with dflash-serve")
+        assert told.observation.each is not None
+        assert all((one.acceptance_length or 0) > 1 for one in told.observation.each)
+        assert Answers.of(Server(router, tmp_path), server.url) == whole
+    servers["whole"].left.set()
+
+
+def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
+    """The drafter's K/V of a prompt arrives with the target's, so no draft differs.
+
+    vLLM pads a request's first step on a decode half with drafted tokens that are none, for the shape of its CUDA
+    graphs (`pad_spec_decode`, v1/core/sched/scheduler.py), and counts them as one more block, all of it rejected. They
+    take draws of a seed, too: a seed gives the same tokens twice, but not those of one server.
+    """
+    servers["whole"].left.set()
+    prefill, decode = (servers[name] for name in ("prefill", "decode"))
+    halves = (prefill.ready.result().url, decode.ready.result().url)
+    with router_of_a_vllm_pair(*halves, tmp_path / "log") as url:
+        pair = Server(url, tmp_path)
+        found = Answers.of(pair, halves[1])
+        seeded = [pair.complete(PROMPTS[0], TOKENS, **SEEDED)["token_ids"] for _ in range(2)]
+        both = MetricsSource(url, halves).require().acceptance
+    assert both.acceptance_length == read_acceptance(halves[1]).acceptance_length
+    loaded = decode.ready.result().samples.total(LOADED)
+    print(f"vLLM pair: acceptance {found.told}; one server {whole.told}; {loaded:.0f} tokens of prompts loaded")
+    assert found.tokens == whole.tokens
+    assert found.counts.accepted == whole.counts.accepted
+    assert found.counts.verifications == (whole.counts.verifications or 0) + len(PROMPTS)
+    assert seeded[0] == seeded[1]
+
+
+def test_a_prefill_half_without_the_drafter_is_refused(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
+    servers["prefill"].left.set()
+    bare, decode = (servers[name].ready.result() for name in ("bare", "decode"))
+    router = router_of_a_vllm_pair(bare.url, decode.url, tmp_path / "log")
+    with router as url, pytest.raises(urllib.error.HTTPError) as refused:
+        Server(url, tmp_path).complete(PROMPTS[0], TOKENS)
+    assert refused.value.code == 500
+    assert "NIXL compatibility hash mismatch" in Path(decode.folder, "server.log").read_text()
