@@ -63,7 +63,7 @@ def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_
         ("Qwen/Qwen3-8B", "tensorrt-llm", "z-lab/Qwen3-8B-DFlash-b16"),
         ("Qwen/Qwen3-8B", "vllm", "z-lab/Qwen3-8B-DFlash-b16"),
         ("Qwen/Qwen3-8B", "sglang", "z-lab/Qwen3-8B-DFlash-b16"),
-        ("Qwen/Qwen3.8-27B", "sglang", "incoai/Qwen3.8-27B-DFlash2"),
+        ("Qwen/Qwen3.8-27B", "sglang", "z-lab/Qwen3.8-27B-DFlash2"),
         ("Qwen/Qwen3-14B", "sglang", "deepseek-ai/dspark_qwen3_14b_block7"),
         ("smollm2", "torch", "smollm2"),
     ],
@@ -79,7 +79,7 @@ def test_what_auto_took_is_said_with_its_revision_or_that_it_has_none() -> None:
     assert found.drafter is not None
     assert found.drafter.revision == "e3e7a18e4f541fa3841c2fb0666a7759079ab6fd"
     assert "mgoin/Qwen3-4B-speculator.dflash2 at e3e7a18e" in str(told)
-    assert "its revision is not pinned" in str(choose_drafter(auto("Qwen/Qwen3-14B"), Picky())[1])
+    assert "its revision is not pinned" in str(choose_drafter(auto("zai-org/GLM-5.2"), Picky())[1])
     named = Deployment.model_validate({"target": {"model": "Qwen/Qwen3-4B"}, "drafter": {"model": "a/b"}})
     assert choose_drafter(named, Picky()) == (named, None)
 
