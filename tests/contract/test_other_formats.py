@@ -42,7 +42,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "GPTQ's second form": "Unknown quantization method: gptq",
         "MXFP8": OTHER_NUMBERS,
         "MXFP8 of compressed-tensors": "No compressed-tensors compatible scheme",
-        "a mixture": OTHER_NUMBERS,
+        "a mixture": "AssertionError",
     },
     "vllm": {
         "GPTQ by activations": NO_ORDER,
