@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 from dflash_serve.adapter.checks import precision_notes
 from dflash_serve.adapter.protocol import Backend
 from dflash_serve.adapter.registry import backend, choose_drafter, installed
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter, able_drafters, catalogue, drafters_of
+from dflash_serve.adapter.verdicts import verdict
+from dflash_serve.checkpoint.catalogue import (
+    CataloguedDrafter,
+    able_drafters,
+    catalogue,
+    catalogued_drafter,
+    drafters_of,
+)
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
@@ -168,6 +175,18 @@ def test_a_dry_run_and_inspect_tell_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert any(words in note for note in json.loads(dry.stdout)["notes"])
     seen = CliRunner().invoke(app, ["inspect", "smollm2", "--target", str(tmp_path), "--json"])
     assert any(words in note for note in json.loads(seen.stdout)["notes"])
+
+
+def test_a_row_is_judged_by_its_quantiser() -> None:
+    """ModelOpt's MXFP8 and compressed-tensors' differ on SGLang, and so do NVFP4's on TensorRT-LLM."""
+    published = catalogued_drafter("curvedinf/Qwen3.8-27B-DFlash2-GPTQ-INT8-W8A8-GS128")
+    assert published is not None
+    assert (published.weights, published.layout) == ("w8a16", "gptq")
+    assert verdict(backend("sglang"), published).verdict == "served"
+    other = published.model_copy(update={"weights": "mxfp8", "layout": "compressed-tensors"})
+    assert "no MXFP8 product of compressed-tensors" in str(verdict(backend("sglang"), other).why)
+    nvfp4 = published.model_copy(update={"weights": "nvfp4", "layout": "compressed-tensors"})
+    assert "reads ModelOpt's layout alone" in str(verdict(backend("tensorrt-llm"), nvfp4).why)
 
 
 def test_what_is_not_known_is_shown_as_such() -> None:
