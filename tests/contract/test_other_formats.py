@@ -52,7 +52,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "GPTQ by activations, with zero points": NO_ORDER,
         "GPTQ's second form": "Unsupported quantization config: bits=4, sym=False",
         "a mixture": "There is no module or parameter named",
-        "modelopt fp8 blocks": "VLLMWORDS",
+        "modelopt fp8 blocks": "Dimension out of range",
     },
 }
 """Engine -> format that it does not load as it was published -> words of its own error."""
