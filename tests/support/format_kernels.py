@@ -34,7 +34,8 @@ CHECKS = {"sglang": "dflash_sglang.plugin.draft_problems", "vllm": "dflash_vllm.
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
     """int32 [a, b] -> whole numbers [a, b * 32 / bits], the lowest bits first."""
-    return ((words.long()[..., None] >> (torch.arange(32 // bits) * bits)) & (2**bits - 1)).flatten(1)
+    found: Tensor = ((words.long()[..., None] >> (torch.arange(32 // bits) * bits)) & (2**bits - 1)).flatten(1)
+    return found
 
 
 def _multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
