@@ -97,8 +97,8 @@ def loaded(folder: Path) -> dict[str, Any]:
             drafts.append(prepared(target, published, folder / name))
             continue
         options = ["--dequantise"] if "--dequantise" in str(verdict.why) else []
-        done = CliRunner().invoke(app, ["convert", str(published), str(folder / name / "converted"), *options])
-        assert done.exit_code == 0, done.output
+        converted = CliRunner().invoke(app, ["convert", str(published), str(folder / name / "converted"), *options])
+        assert converted.exit_code == 0, converted.output
         drafts += [published, prepared(target, folder / name / "converted", folder / name)]
     command = [sys.executable, "-m", "tests.support.format_kernels", str(target), *map(str, drafts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
