@@ -18,6 +18,7 @@ from dflash_serve.adapter.draft_layouts import (
     layers_differ,
     layout_problems,
     slice_problems,
+    turned_problems,
 )
 from dflash_serve.checkpoint.config import SLIDING
 from dflash_serve.checkpoint.files import IN_CONFIG, read_object
@@ -35,13 +36,28 @@ LAYOUTS: Layouts = {
     ("compressed-tensors", "fp8-block"): SERVED,
     ("compressed-tensors", "nvfp4"): SERVED,
     ("compressed-tensors", "mxfp4"): after_convert("SGLang has no MXFP4 product but of experts"),
+    ("compressed-tensors", "mxfp8"): after_convert("SGLang has no MXFP8 product of compressed-tensors"),
     ("modelopt", "fp8"): SERVED,
+    ("modelopt", "fp8-block"): after_convert("SGLang does not know ModelOpt's FP8_PB_WO for a whole drafter"),
     ("modelopt", "nvfp4"): SERVED,
+    ("modelopt", "mxfp8"): after_convert(
+        "SGLang reads MXFP8's scales as weight_scale_inv, leaves ModelOpt's weight_scale out, and every product is 0"
+    ),
+    ("modelopt", "mixed"): after_convert(
+        "SGLang's drafts find no layer of MIXED_PRECISION's list: their layers have no names"
+    ),
     ("fp8", "fp8"): SERVED,
     ("fp8", "fp8-block"): SERVED,
+    ("gptq", "w4a16"): SERVED,
+    ("gptq", "w8a16"): SERVED,
+    ("awq", "w4a16"): SERVED,
 }
-"""Other layouts are refused, such as `FP8_PB_WO` of ModelOpt, which modelopt_quant.py does not know."""
-METHODS: Mapping[str, str] = {"compressed-tensors": "compressed-tensors", "fp8": "fp8"}
+METHODS: Mapping[str, str] = {
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "gptq": "gptq_marlin",
+    "awq": "awq_marlin",
+}
 MODELOPT: Mapping[Format, str] = {"fp8": "modelopt_fp8", "nvfp4": "modelopt_fp4"}
 MARLIN: Mapping[Format, Grid] = {"w4a16": Grid(64, 128), "w8a16": Grid(64, 128)}
 """Tiles of the one kernel that SGLang has for these (`verify_marlin_supports_shape`), whose answer it does not heed."""
@@ -100,14 +116,17 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
         what = f"{by_row} has an FP8 scale for each row, which SGLang reads in compressed-tensors' layout alone"
         yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it")
     yield from input_scale_problems(checkpoint, FACTS.title, where)
+    yield from turned_problems(checkpoint, FACTS.title, where)
     yield from slice_problems(checkpoint, devices, FACTS.title, MARLIN)
     if is_known_as_published(checkpoint):
         return
     dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
     if dense is not None:
         yield Problem(f"{dense} is quantised, and SGLang's is dense", where, "`dflash-serve convert` writes it in bf16")
-    if any(not scheme.symmetric and scheme.format == "int8" for scheme in checkpoint.quantised.values()):
-        yield Problem("its INT8 weights have zero points, which SGLang does not read", where, DEQUANTISE)
+    bytes_with_zeros = (one for one in checkpoint.quantised.values() if not one.symmetric and one.bits == 8)
+    if (scheme := next(bytes_with_zeros, None)) is not None and scheme.layout == "compressed-tensors":
+        what = f"its {scheme.format.upper()} weights have zero points, which SGLang does not read"
+        yield Problem(what, where, DEQUANTISE)
 
 
 def _is_by_row(scheme: Scheme) -> bool:

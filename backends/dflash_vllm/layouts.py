@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dflash_serve.adapter.draft_layouts import (
+    DEQUANTISE,
     SERVED,
     Layouts,
+    after_convert,
     input_scale_problems,
     layout_problems,
     slice_problems,
+    turned_problems,
 )
 from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.reader import Checkpoint
@@ -35,11 +38,19 @@ LAYOUTS: Layouts = {
     ("compressed-tensors", "fp8-block"): SERVED,
     ("compressed-tensors", "nvfp4"): SERVED,
     ("compressed-tensors", "mxfp4"): SERVED,
+    ("compressed-tensors", "mxfp8"): SERVED,
     ("modelopt", "fp8"): SERVED,
     ("modelopt", "fp8-block"): OTHER_SCALES,
     ("modelopt", "nvfp4"): SERVED,
+    ("modelopt", "mxfp8"): SERVED,
+    ("modelopt", "mixed"): after_convert(
+        "vLLM counts a drafter's layers behind the target's, and finds none of MIXED_PRECISION's list"
+    ),
     ("fp8", "fp8"): SERVED,
     ("fp8", "fp8-block"): SERVED,
+    ("gptq", "w4a16"): SERVED,
+    ("gptq", "w8a16"): SERVED,
+    ("awq", "w4a16"): SERVED,
 }
 ON_CPUS = {("compressed-tensors", "int8"), ("compressed-tensors", "fp8"), ("compressed-tensors", "w4a16")}
 """Layouts for which vLLM 0.32 has kernels on CPUs in float32; W4A16 needs AVX-512.
@@ -65,6 +76,10 @@ def storage_problems(
     yield from found
     if found or checkpoint is None or checkpoint.quantization is None:
         return
+    if any(scheme.ordered for scheme in checkpoint.quantised.values()):
+        what = "its columns are ordered by groups (desc_act, actorder: group), which vLLM reads no more"
+        yield Problem(what, where, DEQUANTISE)
+    yield from turned_problems(checkpoint, FACTS.title, where)
     yield from slice_problems(checkpoint, devices, FACTS.title)
     quantization = checkpoint.quantization
     of_tensor = quantization.format == "fp8" and any(one.strategy == "tensor" for one in checkpoint.quantised.values())

@@ -15,7 +15,7 @@ from dflash_serve.checkpoint.catalogue import EngineVerdict
 from dflash_serve.checkpoint.config import DrafterConfig, expected_tensors, weight_bytes
 from dflash_serve.checkpoint.quantization import LAYOUTS as NAMES
 from dflash_serve.checkpoint.reader import Checkpoint, open_checkpoint
-from dflash_serve.checkpoint.storage import GROUPS, Format, Layout, Scheme
+from dflash_serve.checkpoint.storage import GROUPS, TURNED, Format, Layout, Scheme
 from dflash_serve.checkpoint.tensors import FUSED
 from dflash_serve.errors import Problem
 
@@ -49,7 +49,7 @@ def layout_verdict(layouts: Layouts, layout: str | None, format: str, title: str
     if found:
         return EngineVerdict(verdict="not known", why=f"the quantiser of its {format} weights is not known")
     by = next((f" by {words}" for name, words in NAMES.items() if name == layout), "")
-    return after_convert(f"its weights are {format}{by}, in which {title} loads no drafter")
+    return after_convert(f"its weights are {format}{by}, which dflash-serve does not hand to {title}")
 
 
 def stored_bytes(checkpoint: Checkpoint | None, config: DrafterConfig) -> int:
@@ -153,6 +153,20 @@ def input_scale_problems(checkpoint: Checkpoint, title: str, where: str) -> Iter
             what = f"{module} has no input_scale, which {title} needs of ModelOpt's {scheme.format.upper()}"
             yield Problem(what, where, "`dflash-serve convert --layout compressed-tensors` writes it without")
             return
+
+
+def turned_problems(checkpoint: Checkpoint, title: str, where: str) -> Iterator[Problem]:
+    """Problems of GPTQ's and AWQ's files, whose lists of modules in bf16 the engines read in ways of their own."""
+    scheme = next(iter(checkpoint.quantised.values()), None)
+    if scheme is None or scheme.layout not in TURNED:
+        return
+    by, repacks = NAMES[scheme.layout], "`dflash-serve convert` repacks it as compressed-tensors"
+    modules = (name.removesuffix(".weight") for name in _products(checkpoint))
+    dense = next((module for module in modules if module not in checkpoint.quantised), None)
+    if dense is not None:
+        yield Problem(f"{dense} is in bf16 beside {by}'s products, which is not told to {title}", where, repacks)
+    if scheme.layout == "gptq" and not scheme.symmetric:
+        yield Problem(f"its GPTQ weights have zero points (sym: false), which {title} does not read", where, repacks)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,13 @@ def _of_problem(problem: Problem) -> EngineVerdict:
 def verdict(backend: Backend, drafter: CataloguedDrafter) -> EngineVerdict:
     """The verdict of an installed backend: the row's, unless the installed release lacks what newer ones serve."""
     family = known.family if (known := catalogued_target(drafter.target)) else None
-    here = rule(backend, heads=drafter.heads, weights=drafter.weights, unread=drafter.unread, family=family)
+    here = rule(
+        backend,
+        heads=drafter.heads,
+        weights=drafter.weights,
+        layout=drafter.layout,
+        unread=drafter.unread,
+        family=family,
+    )
     row = drafter.engines.get(backend.name)
     return here if row is None or (row.verdict == "served" and here.verdict in ("refused", "after convert")) else row

@@ -41,6 +41,10 @@ def declarations(
         facts = _modelopt(first, list(_listed(dense, config.num_layers, "*{}", behind)))
         inline = {"quant_method": "modelopt", **facts, "ignore": facts["exclude_modules"]}
         return {"config.json": {IN_CONFIG: inline}, QUANT_CONFIG: {"quantization": facts}}
+    if first.layout == "gptq":
+        return {"config.json": {IN_CONFIG: _gptq(first)}}
+    if first.layout == "awq":
+        return {"config.json": {IN_CONFIG: _awq(first, list(_listed(dense, config.num_layers, "", behind)))}}
     if first.layout == "fp8":
         return {"config.json": {IN_CONFIG: _fp8(first, list(_listed(dense, config.num_layers, "", behind)))}}
     ignore = list(_listed(dense, config.num_layers, r"re:(.*\.)?{}$", behind))
@@ -68,6 +72,27 @@ def _fp8(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
     return {**facts, "weight_block_size": list(scheme.block)} if scheme.format == "fp8-block" else facts
 
 
+def _gptq(scheme: Scheme) -> dict[str, object]:
+    # The modules are for vLLM, which takes a part of a name; with no list it would take `fc`, too.
+    parts = (name for fused, parts in FUSED.items() for name in (fused, *parts))
+    return {
+        **_turned(scheme, "gptq"),
+        "sym": scheme.symmetric,
+        "desc_act": scheme.ordered,
+        "checkpoint_format": "gptq" if scheme.zeros_less_one else "gptq_v2",
+        "lm_head": False,
+        "modules_in_block_to_quantize": [*parts, "o_proj", "down_proj"],
+    }
+
+
+def _awq(scheme: Scheme, excluded: Sequence[str]) -> dict[str, object]:
+    return {**_turned(scheme, "awq"), "version": "gemm", "zero_point": True, "modules_to_not_convert": list(excluded)}
+
+
+def _turned(scheme: Scheme, method: str) -> dict[str, object]:
+    return {"quant_method": method, "bits": scheme.bits, "group_size": scheme.group or -1}
+
+
 def _compressed_tensors(quantised: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, object]:
     schemes = list(dict.fromkeys(quantised.values()))
     groups: dict[str, object] = {}
@@ -87,7 +112,7 @@ def _compressed_tensors(quantised: Mapping[str, Scheme], ignore: Sequence[str]) 
 
 def _arguments(scheme: Scheme) -> dict[str, object]:
     floats = scheme.format not in ("int8", "w4a16", "w8a16")
-    strategy: str = {"nvfp4": "tensor_group", "mxfp4": "group"}.get(scheme.format, scheme.strategy)
+    strategy: str = {"nvfp4": "tensor_group", "mxfp4": "group", "mxfp8": "group"}.get(scheme.format, scheme.strategy)
     weights: dict[str, object] = {
         "num_bits": scheme.bits,
         "type": "float" if floats else "int",
@@ -98,6 +123,8 @@ def _arguments(scheme: Scheme) -> dict[str, object]:
         "block_structure": list(scheme.block) if scheme.strategy == "block" else None,
         "actorder": "group" if scheme.ordered else None,
     }
+    if scheme.format == "mxfp8":
+        weights["scale_dtype"] = "torch.uint8"
     return {"weights": weights, "input_activations": _inputs(scheme)}
 
 
@@ -113,6 +140,8 @@ def _inputs(scheme: Scheme) -> dict[str, object] | None:
         return {**common, "dynamic": "local", "strategy": "tensor_group", "group_size": GROUPS["nvfp4"]}
     if scheme.format == "fp8-block":
         return {**common, "strategy": "group", "group_size": scheme.block[1]}
+    if scheme.format == "mxfp8":
+        return {**common, "strategy": "group", "group_size": GROUPS["mxfp8"], "scale_dtype": "torch.uint8"}
     return {**common, "dynamic": False, "strategy": "tensor"} if scheme.static_inputs else common
 
 

@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 from dflash_serve.adapter.checks import precision_notes
 from dflash_serve.adapter.protocol import Backend
 from dflash_serve.adapter.registry import backend, choose_drafter, installed
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter, able_drafters, catalogue, drafters_of
+from dflash_serve.adapter.verdicts import verdict
+from dflash_serve.checkpoint.catalogue import (
+    CataloguedDrafter,
+    able_drafters,
+    catalogue,
+    catalogued_drafter,
+    drafters_of,
+)
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.cli.main import app
 from dflash_serve.deployment.description import Deployment
@@ -63,7 +70,7 @@ def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_
         ("Qwen/Qwen3-8B", "tensorrt-llm", "z-lab/Qwen3-8B-DFlash-b16"),
         ("Qwen/Qwen3-8B", "vllm", "z-lab/Qwen3-8B-DFlash-b16"),
         ("Qwen/Qwen3-8B", "sglang", "z-lab/Qwen3-8B-DFlash-b16"),
-        ("Qwen/Qwen3.8-27B", "sglang", "incoai/Qwen3.8-27B-DFlash2"),
+        ("Qwen/Qwen3.8-27B", "sglang", "z-lab/Qwen3.8-27B-DFlash2"),
         ("Qwen/Qwen3-14B", "sglang", "deepseek-ai/dspark_qwen3_14b_block7"),
         ("smollm2", "torch", "smollm2"),
     ],
@@ -79,7 +86,7 @@ def test_what_auto_took_is_said_with_its_revision_or_that_it_has_none() -> None:
     assert found.drafter is not None
     assert found.drafter.revision == "e3e7a18e4f541fa3841c2fb0666a7759079ab6fd"
     assert "mgoin/Qwen3-4B-speculator.dflash2 at e3e7a18e" in str(told)
-    assert "its revision is not pinned" in str(choose_drafter(auto("Qwen/Qwen3-14B"), Picky())[1])
+    assert "its revision is not pinned" in str(choose_drafter(auto("zai-org/GLM-5.2"), Picky())[1])
     named = Deployment.model_validate({"target": {"model": "Qwen/Qwen3-4B"}, "drafter": {"model": "a/b"}})
     assert choose_drafter(named, Picky()) == (named, None)
 
@@ -168,6 +175,18 @@ def test_a_dry_run_and_inspect_tell_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert any(words in note for note in json.loads(dry.stdout)["notes"])
     seen = CliRunner().invoke(app, ["inspect", "smollm2", "--target", str(tmp_path), "--json"])
     assert any(words in note for note in json.loads(seen.stdout)["notes"])
+
+
+def test_a_row_is_judged_by_its_quantiser() -> None:
+    """ModelOpt's MXFP8 and compressed-tensors' differ on SGLang, and so do NVFP4's on TensorRT-LLM."""
+    published = catalogued_drafter("curvedinf/Qwen3.8-27B-DFlash2-GPTQ-INT8-W8A8-GS128")
+    assert published is not None
+    assert (published.weights, published.layout) == ("w8a16", "gptq")
+    assert verdict(backend("sglang"), published).verdict == "served"
+    other = published.model_copy(update={"weights": "mxfp8", "layout": "compressed-tensors"})
+    assert "no MXFP8 product of compressed-tensors" in str(verdict(backend("sglang"), other).why)
+    nvfp4 = published.model_copy(update={"weights": "nvfp4", "layout": "compressed-tensors"})
+    assert "reads ModelOpt's layout alone" in str(verdict(backend("tensorrt-llm"), nvfp4).why)
 
 
 def test_what_is_not_known_is_shown_as_such() -> None:

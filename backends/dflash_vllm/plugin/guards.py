@@ -17,7 +17,7 @@ EXACT = ("standard", "block")  # acceptance tests that change no distribution; `
 OF_CACHE = ("k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 """Endings of parameters that a quantisation method adds to attention for quantised keys and values."""
 LOADER = StrictLoader(
-    spare=("t2d", "d2t", "rotary_emb."),
+    spare=("t2d", "d2t", "rotary_emb.", ".g_idx"),  # columns of GPTQ's in another order are refused
     unfilled=("embed_tokens.weight", "lm_head.weight", "mask_embedding", "d2t", *OF_CACHE),
 )
 

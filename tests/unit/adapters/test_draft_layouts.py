@@ -22,6 +22,7 @@ from dflash_serve.deployment.gpus import GPUS
 from dflash_serve.planning.pair import read_pair
 from dflash_vllm.settings import VLLMSettings
 from tests.support.draft_layouts import LAYOUTS
+from tests.support.other_formats import FORMATS
 from tests.support.paper_models import PAPER_DRAFTER, write_paper_target
 from tests.support.quantised_smollm2 import CASES, OF_GPUS, OWN
 from tests.support.tiny import tiny_drafter_config, write_in_layout, write_tiny_drafter
@@ -238,5 +239,6 @@ def engine_layouts(name: str) -> Layouts:
 
 def test_the_contract_tests_ask_for_every_layout_of_the_tables() -> None:
     asked = {(one.dialect, one.format) for one in LAYOUTS.values()}
+    asked |= {(layout, format) for _, _, format, layout in FORMATS.values()}
     tables = {*backend("sglang").layouts, *backend("vllm").layouts}  # type: ignore[attr-defined]
     assert tables <= asked

@@ -29,7 +29,14 @@ from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.launch import SGLangLaunch
 from tests.support.draft_layouts import write_nemotron
-from tests.support.tiny import edit_json, even_config, problems_of, random_tensors, write_in_layout
+from tests.support.tiny import (
+    edit_json,
+    even_config,
+    problems_of,
+    random_tensors,
+    tiny_drafter_config,
+    write_in_layout,
+)
 from tests.support.tiny_target import write_tiny_target
 
 CT: Layout = "compressed-tensors"
@@ -58,6 +65,14 @@ class Quantised:
         return even_config().model_copy(update=DFLASH2 if self.dflash2 else {})
 
 
+WIDE = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+}
+PAGE = Path(__file__).parents[3] / "docs/quantised.md"
 W4A16 = Scheme("w4a16", CT, "group", group=32)
 PUBLISHED: Mapping[str, Quantised] = {
     "hamichok/Qwen3.8-27B-DFlash2-NVFP4-modelopt": Quantised(Scheme("nvfp4", static_inputs=True), QKV),
@@ -120,6 +135,23 @@ def test_it_is_read_and_every_engine_can_have_it(name: str, tmp_path: Path) -> N
         written = open_checkpoint(out)
         assert (problems_of(out), written.mislisted, written.unshared) == ([], [], [])
         assert (written.quantization is None) == bool(options)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_page_has_its_verdicts(name: str, tmp_path: Path) -> None:
+    """With sizes of whole tiles, as published drafters have; an exporter's list of modules has no row."""
+    published = PUBLISHED[name]
+    config = tiny_drafter_config(**WIDE).model_copy(update=DFLASH2 if published.dflash2 else {})
+    folder = write_in_layout(tmp_path / "d", published.scheme, config, dense=published.dense)
+    if open_checkpoint(folder).unshared:  # the pages do not tell that fused parts share their scales
+        done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out")])
+        assert done.exit_code == 0, done.output
+        folder = tmp_path / "out"
+    found = {engine: backend_verdict(engine, open_checkpoint(folder)) for engine in ("sglang", "vllm")}
+    assert found == dict.fromkeys(found, "served")
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert [cells[2:] for cells in rows] in ([["served", "served"]], [])
+    assert rows or name.startswith(("an exporter", "sapidlabs/"))
 
 
 def test_nvidias_nemotron_is_served_once_it_is_converted(tmp_path: Path) -> None:
