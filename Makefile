@@ -141,7 +141,8 @@ SGLANG_BIN := .venv-sglang/bin
 SGLANG_CPU := tests/support/sglang_cpu
 
 SGLANG_CONTRACT := tests/contract/test_sglang_arguments.py tests/contract/test_sglang_names.py \
-  tests/contract/test_engine_faults.py tests/contract/test_layouts.py tests/contract/test_latent_drafts.py
+  tests/contract/test_engine_faults.py tests/contract/test_layouts.py tests/contract/test_latent_drafts.py \
+  tests/contract/test_other_formats.py
 
 .PHONY: test-sglang
 test-sglang: .venv-sglang/ready
@@ -181,7 +182,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_CPU := tests/support/vllm_cpu
 # test_vllm_arguments builds vLLM's whole application, which sets up the process's log anew: it is the last.
 VLLM_CONTRACT := tests/contract/test_engine_faults.py tests/contract/test_layouts.py tests/contract/test_vllm_plugin.py \
-  tests/contract/test_vllm_arguments.py tests/contract/test_latent_drafts.py
+  tests/contract/test_vllm_arguments.py tests/contract/test_latent_drafts.py tests/contract/test_other_formats.py
 
 # The servers leave half of two cores idle: what needs none of them runs beside.
 .PHONY: test-vllm vllm-servers vllm-contract
