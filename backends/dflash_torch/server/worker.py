@@ -116,7 +116,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Queue, cache and acceptance as the metrics of one scrape.
 
-        SGLang's router joins the pages of its workers, and fails where a family has labels on one and no sample on another.
+        SGLang's router joins its workers' pages, and fails where a family has samples on one and none on another.
         """
         return (family for family in self._now() if family.samples)
 
