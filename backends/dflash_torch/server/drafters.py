@@ -1,7 +1,7 @@
 """Routes that tell what is served, and that replace the drafter of the running server where a setting allows it.
 
-They follow SGLang's `/update_weights_from_disk` and `/server_info`, where its router reads the name of a worker's model.
-Like all of `/v1` they need the API key.
+They follow SGLang's `/update_weights_from_disk` and `/server_info`, where its router reads the name of the model. Like
+all of `/v1` they need the API key.
 """
 
 from __future__ import annotations
