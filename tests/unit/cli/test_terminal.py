@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli import main
 from dflash_serve.cli.main import CLOSED_PIPE, app
+from tests.support.caches import own_cache
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
 from tests.support.site import site, usage_only
@@ -237,7 +238,7 @@ def test_top_that_goes_on_ends_with_its_reader(server: Running) -> None:
 def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path)))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the quick brown fox"}\n')
     words = ["evaluate", "--task", f"own={tmp_path / 'prompts.jsonl'}", "--target", str(pair[0])]
     words += ["--drafter", str(pair[1]), "--max-tokens", "4", "--speed", "0", "--output", str(tmp_path / "out.json")]
