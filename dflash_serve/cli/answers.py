@@ -101,7 +101,7 @@ def generate(
     else:
         show("\n")
         for line in () if quiet else _summary(described.speculation.width, run, comparison):
-            console.print(line, soft_wrap=True)
+            console.print(line, soft_wrap=not console.is_terminal)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
         console.print("The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.", style="yellow")
         raise typer.Exit(1)

@@ -356,14 +356,14 @@ def _unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterato
 
 def show(report: VerifyReport, console: Console) -> None:
     """Prints the comparisons, and the verdict last."""
-    found = report.findings
+    found, whole = report.findings, not console.is_terminal  # a terminal breaks lines between words
     console.print(_tokens(found))
     for comparison in (*found.greedy, *found.exact):
         for difference in comparison.differences[:SHOWN]:
             gap = "gap unknown" if difference.gap is None else f"gap {difference.gap:.2g}"
             sides = f"{difference.with_speculation or 'the end'} with, {difference.without_speculation or 'the end'}"
             place = f"{comparison.case}, prompt {difference.prompt}, position {difference.position}"
-            console.print(escape(f"{place}: {sides} without speculation; {gap}: {difference.kind}"), soft_wrap=True)
+            console.print(escape(f"{place}: {sides} without speculation; {gap}: {difference.kind}"), soft_wrap=whole)
         if len(comparison.differences) > SHOWN:
             console.print(f"... and {len(comparison.differences) - SHOWN} more")
     if found.sampled:
@@ -371,17 +371,17 @@ def show(report: VerifyReport, console: Console) -> None:
         console.print(
             f"false-alarm rate {report.plan.false_alarm:g} over all cases; deviations: total variation of a"
             f" next-token distribution, seen with probability {report.plan.power:g}",
-            soft_wrap=True,
+            soft_wrap=whole,
         )
     for rule in found.rules:
         if rule.honoured and rule.broken and rule.rule != SEED:
             told = f"{rule.rule}: broken {rule.broken} of {rule.answers} times, first in {rule.example}"
-            console.print(escape(told), soft_wrap=True)
+            console.print(escape(told), soft_wrap=whole)
     if found.acceptance_length is not None:
         console.print(f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}")
     for reason in found.reasons:
-        console.print(f"[yellow]?[/yellow] {escape(reason)}", soft_wrap=True)
-    console.print(f"[bold {COLOURS[found.verdict]}]{escape(found.headline)}[/]", soft_wrap=True)
+        console.print(f"[yellow]?[/yellow] {escape(reason)}", soft_wrap=whole)
+    console.print(f"[bold {COLOURS[found.verdict]}]{escape(found.headline)}[/]", soft_wrap=whole)
 
 
 def _tokens(found: Findings) -> Table:
