@@ -30,11 +30,12 @@ from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from dflash_serve.common.provenance import PACKAGES, now, versions
 from dflash_serve.common.reports import number
 from dflash_serve.common.settings import Frozen
+from dflash_serve.common.terminal import keep_names, table
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import (
@@ -385,26 +386,25 @@ def show(report: VerifyReport, console: Console) -> None:
 
 
 def _tokens(found: Findings) -> Table:
-    case = Column("token for token", no_wrap=True)
-    table = Table(case, "prompts", "identical", f"{found.unit} compared", "near-ties", "faults")
+    made = table("token for token", "prompts", "same", f"{found.unit}\ncompared", "near-\nties", "faults")
     for one in (*found.greedy, *found.exact, *((found.seeded,) if found.seeded else ())):
         if one.refused:
-            table.add_row(one.case, "refused")
+            made.add_row(one.case, "refused")
             continue
         compared, wrong = f"{one.compared} of {one.tokens}", one.of_kind("fault", "unstable", "unscored")
         figures = (one.prompts, one.identical, compared, one.of_kind("near-tie"), wrong)
-        table.add_row(one.case, *map(str, figures))
-    return table
+        made.add_row(one.case, *map(str, figures))
+    return keep_names(made)
 
 
 def _distributions(found: Findings) -> Table:
-    table = Table("sampled", "samples a side", "p-value", "distribution", "smallest visible deviation")
+    made = table("sampled", "samples a side", "p-value", "distribution", "smallest visible deviation")
     for one in found.sampled:
         if one.p_value is None:
-            table.add_row(one.case, "0", "", "refused")
+            made.add_row(one.case, "0", "", "refused")
             continue
         visible = "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
         visible = "" if one.prompt is None else visible
         outcome = ("[red]differs[/red]", "") if one.differs else ("no difference seen", visible)
-        table.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
-    return table
+        made.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
+    return keep_names(made)
