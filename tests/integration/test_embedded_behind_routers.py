@@ -119,4 +119,7 @@ def test_bench_counts_the_acceptance_behind_the_router(place: Place, monkeypatch
     given = ("--dataset", place.folder / "prompts.jsonl", "--ignore-eos", "--no-warm-up")
     told = ("--output", place.folder / "out")
     assert call(monkeypatch, "bench", place.folder / "deployment.yaml", *urls, *sizes, *given, *told) == 0
-    print(list((place.folder / "out").iterdir()))
+    points = json.loads((place.folder / "out" / "bench.json").read_text())["points"]
+    found = {point["variant"]: point for point in points}
+    assert [found[name]["errors"] for name in ("plain", "router")] == [0, 0]
+    assert found["router"]["acceptance"]["acceptance_length"] > 1.5
