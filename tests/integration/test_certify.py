@@ -33,7 +33,6 @@ from tests.support.broken_loops import guessing_engine, likely_tokens, sharp_pai
 from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running
-from tests.support.sglang_router import running_router
 
 Folders = tuple[Path, Path]
 pytestmark = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
@@ -156,31 +155,25 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert "calibrated: fixed 4, 2 users: measured 61 tokens/s" in capsys.readouterr().out
 
 
-def test_servers_that_run_already_behind_a_router_are_asked_at_the_width_that_they_have(
+def test_servers_that_run_already_are_asked_at_the_width_that_they_have(
     site: MakeSite,
     folders: Folders,
     likely: dict[tuple[int, ...], int],
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = site()
     plain = tiny_engine(folders, width=1, max_batch_size=broken_loops.SLOTS)
-    first, second = (guessing_engine(folders, likely) for _ in range(2))
-    with (
-        running(plain, queue=64) as off,
-        running(first, queue=64) as one,
-        running(second, queue=64) as other,
-        running_router([one.url, other.url], tmp_path / "router.log") as router,
-    ):
-        workers = "--metrics-url", one.url, "--metrics-url", other.url
-        assert found.certify("--url", router, "--without-url", off.url, *workers) == 0
-        for wrong, said in ((), "give --without-url, too"), (("--without-url", router), "both are the same server"):
-            assert found.certify("--url", router, *wrong) == 2
+    speculating = guessing_engine(folders, likely)
+    with running(plain, queue=64) as off, running(speculating, queue=64) as on:
+        other = on.url.replace("127.0.0.1", "localhost")  # as a router's address, it is not that of the metrics
+        assert found.certify("--url", other, "--without-url", off.url, "--metrics-url", on.url) == 0
+        for wrong, said in ((), "give --without-url, too"), (("--without-url", other), "both are the same server"):
+            assert found.certify("--url", other, *wrong) == 2
             assert said in capsys.readouterr().err
     assert found.started == []
     assert found.report["lines"][0] == "lossless: auto; greedy"
     assert "accepted; recommended: width auto" in found.report["lines"][2]
-    assert found.report["servers"]["auto"]["url"] == router
+    assert found.report["servers"]["auto"]["url"] == other
     assert found.report["environment"]["hardware"] is None
 
 
