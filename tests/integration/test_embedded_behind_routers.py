@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +107,3 @@ def test_the_doctor_finds_the_servers_healthy_through_the_router(
     code = call(monkeypatch, "doctor", place.folder / "deployment.yaml", "--url", place.router, *place.metrics, *given)
     assert code == 0, capsys.readouterr()
     assert json.loads(report.read_text())["verdict"] == "healthy"
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
-def test_bench_counts_the_acceptance_behind_the_router(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [f"router={word}" if word.startswith("http") else word for word in place.metrics]
-    urls = ("--url", f"plain={place.plain}", "--url", f"router={place.router}", *own)
-    sizes = ("--concurrency", 2, "--rounds", 1, "--min-requests", 4, "--requests-per-user", 1, "--max-tokens", 200)
-    given = ("--dataset", place.folder / "prompts.jsonl", "--ignore-eos", "--no-warm-up")
-    told = ("--output", place.folder / "out")
-    assert call(monkeypatch, "bench", place.folder / "deployment.yaml", *urls, *sizes, *given, *told) == 0
-    points = json.loads((place.folder / "out" / "bench.json").read_text())["points"]
-    found = {point["variant"]: point for point in points}
-    assert [found[name]["errors"] for name in ("plain", "router")] == [0, 0]
-    assert found["router"]["acceptance"]["acceptance_length"] > 1.5
