@@ -76,11 +76,11 @@ lowest: .venv-lowest/ready
 thorough: .venv/test
 	$(BIN)/$(PYTEST) $(WORKERS) -m thorough
 
-# One server of SGLang with a tiny pair, then two of vLLM with SmolLM2: greedy and sampled requests, against plain decoding.
+# Servers of SGLang, then of vLLM, with a tiny pair each: greedy and sampled requests, against plain decoding.
 .PHONY: test-servers
 test-servers: .venv-sglang/ready .venv-vllm/ready
 	$(SGLANG_BIN)/$(PYTEST) -m "not thorough" tests/sglang/test_tiny_server.py
-	$(VLLM_BIN)/$(PYTEST) -m "not thorough" tests/vllm/test_server.py
+	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_tiny_server.py
 
 # The doctor against faults of the bundled drafter, on SmolLM2.
 .PHONY: test-doctor
@@ -190,10 +190,10 @@ test-vllm: .venv-vllm/ready
 	$(MAKE) --jobs=2 --output-sync=target vllm-servers vllm-contract
 
 vllm-servers: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_server.py
+	$(VLLM_BIN)/$(PYTEST) tests/vllm/test_tiny_server.py tests/vllm/test_server.py
 
 vllm-contract: .venv-vllm/ready
-	$(VLLM_BIN)/$(PYTEST) --ignore=tests/vllm/test_server.py tests/vllm tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
+	$(VLLM_BIN)/$(PYTEST) --ignore-glob="*_server.py" tests/vllm tests/contract/test_compressed_tensors.py $(VLLM_CONTRACT)
 	other=$$($(VLLM_BIN)/python -m tests.support.vllm_python) && PYTHONPATH=$$other \
 	  $(VLLM_BIN)/$(PYTEST) $(VLLM_CONTRACT) tests/unit/vllm tests/vllm/test_refusals.py
 

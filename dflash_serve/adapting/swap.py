@@ -83,8 +83,14 @@ class SwappableServer:
         return found
 
     def dtype(self) -> str:
-        """Number format of the server's engine."""
-        return str(self._asked(lambda: self._connection.json("GET", INFO)).get("dtype"))
+        """Number format of the server's engine.
+
+        Raises:
+            UserError: the server does not allow another drafter.
+        """
+        if (found := self._asked(lambda: self._connection.json("GET", INFO)).get("dtype")) is None:
+            raise self._fixed()
+        return str(found)
 
     def gained(self, prompts: Sequence[Prompt], max_tokens: int) -> float:
         """Tokens per step of greedy answers.
@@ -106,8 +112,11 @@ class SwappableServer:
             return ask()
         except RefusedError as error:
             if error.status == 404:
-                raise UserError("its drafter may not be replaced", where=self.endpoint.base, do=ALLOW) from None
+                raise self._fixed() from None
             raise
+
+    def _fixed(self) -> UserError:
+        return UserError("its drafter may not be replaced", where=self.endpoint.base, do=ALLOW)
 
 
 RESTART = "restart it with the drafter: with the chart, set deployment.drafter.model, and `helm upgrade` rolls the pods"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dflash_serve.adapter.registry import embedded_backend
 from dflash_serve.cli import options
 from dflash_serve.cli.options import described_pair
 from dflash_serve.common.extras import need
 from dflash_serve.common.reports import number
+from dflash_serve.common.terminal import keep_names, table
 
 if TYPE_CHECKING:
     from dflash_serve.adapting.run import AdaptReport, Prepared
@@ -93,14 +93,14 @@ def _tell(prepared: Prepared, *, as_json: bool) -> None:
 def _print(report: AdaptReport, output: Path, *, quiet: bool) -> None:
     console = Console(markup=False, emoji=False)
     if not quiet:
-        table = Table("set", "group", "prompts", "τ before", "τ after", "95 % of the gain")
+        made = table("set", "group", "prompts", "τ before", "τ after", "95 % of the gain")
         for name, found in (("traffic", report.on_traffic), ("general", report.on_general)):
             for dimension, groups in found.items():
                 for group, one in groups.items():
                     gain = "unknown" if one.gain_95 is None else "{:+.3f} to {:+.3f}".format(*one.gain_95)
                     label = group if group == dimension else f"{dimension} {group}"
-                    table.add_row(name, label, str(one.prompts), number(one.before, 3), number(one.after, 3), gain)
-        console.print(table)
+                    made.add_row(name, label, str(one.prompts), number(one.before, 3), number(one.after, 3), gain)
+        console.print(keep_names(made))
         for reason, count in sorted(report.left_out.items()):
             console.print(f"left out: {count} requests ({reason})", soft_wrap=True)
         console.print(f"drafter: {report.drafter}; report: {output / 'report.json'}", soft_wrap=True)

@@ -33,6 +33,7 @@ from dflash_serve.common.files import require_file
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.reports import number, survival_text, write_json
 from dflash_serve.common.settings import describe
+from dflash_serve.common.terminal import keep_names, table
 from dflash_serve.errors import UserError, did_you_mean
 from dflash_serve.speculation.params import SamplingParams
 
@@ -101,7 +102,7 @@ def generate(
     else:
         show("\n")
         for line in () if quiet else _summary(described.speculation.width, run, comparison):
-            console.print(line, soft_wrap=True)
+            console.print(line, soft_wrap=not console.is_terminal)
     if comparison is not None and not comparison.same_tokens and temperature == 0:
         console.print("The two answers differ: in bfloat16 a near-tie may, in float32 it is a fault.", style="yellow")
         raise typer.Exit(1)
@@ -205,19 +206,19 @@ def _dimensions(by: str | None) -> list[Dimension]:
 
 
 def _groups_table(dimension: Dimension, groups: Mapping[str, TaskFigures]) -> Table:
-    table = Table("context tokens" if dimension is Dimension.length else dimension, "prompts", "steps", "τ", "survival")
+    made = table("context tokens" if dimension is Dimension.length else dimension, "prompts", "steps", "τ", "survival")
     for name, row in groups.items():
         figures = (number(row.steps, 0), number(row.acceptance_length, 3), survival_text(row.survival))
-        table.add_row(name, str(row.prompts), *figures)
-    return table
+        made.add_row(name, str(row.prompts), *figures)
+    return keep_names(made)
 
 
 def _table(report: EvaluationReport) -> Table:
     columns = ("task", "features", "prompts", "τ", "survival by slot", "speed-up")
-    table = Table(*columns, caption=f"width {report.width}")
+    made = table(*columns, caption=f"width {report.width}")
     for task, rows in report.tasks.items():
         for name, row in rows.items():
             ratio = "" if row.speed_up is None else number(row.speed_up, 2)
             length, survival = number(row.acceptance_length, 3), survival_text(row.survival)
-            table.add_row(task, name, str(row.prompts), length, survival, ratio)
-    return table
+            made.add_row(task, name, str(row.prompts), length, survival, ratio)
+    return keep_names(made)

@@ -18,6 +18,7 @@ from dflash_serve.common.extras import need
 from dflash_serve.common.http import read_api_key
 from dflash_serve.common.progress import shown
 from dflash_serve.common.reports import number, survival_text
+from dflash_serve.common.terminal import keep_names, table
 from dflash_serve.doctor.diagnosis import Verdict
 from dflash_serve.errors import UserError
 
@@ -113,10 +114,10 @@ def _show(report: SuspectReport | PairReport, output: Path | None) -> None:
 
 
 def _table(report: SuspectReport) -> Table:
-    table = Table("explanation", "τ", "survival by slot", "probability", "how it comes about")
+    made = table("explanation", "τ", "survival by slot", "probability", "how it comes about")
     observed = report.observed
-    table.add_row("(observed)", number(observed.acceptance_length, 3), survival_text(observed.survival), "", "")
+    made.add_row("(observed)", number(observed.acceptance_length, 3), survival_text(observed.survival), "", "")
     for row in report.explanations[:SHOWN]:
         length, survival = number(row.predicted.acceptance_length, 3), survival_text(row.predicted.survival)
-        table.add_row(row.name, length, survival, f"{row.posterior:.2g}", row.says)
-    return table
+        made.add_row(row.name, length, survival, f"{row.posterior:.2g}", row.says)
+    return keep_names(made)

@@ -33,6 +33,7 @@ from dflash_serve.cli import options
 from dflash_serve.common.extras import import_problem, need
 from dflash_serve.common.files import require_writable
 from dflash_serve.common.progress import doing, shown
+from dflash_serve.common.terminal import broken, say
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 if TYPE_CHECKING:
@@ -143,13 +144,13 @@ def drafters(
         typer.echo(json.dumps(told, indent=2))
         return
     for one, verdicts in rows:
-        typer.echo(one.repository if quiet else _published(one, verdicts))
+        say(one.repository if quiet else _published(one, verdicts))
     if not quiet:
         for other in others:
-            typer.echo(f"{other.words}\n")
+            say(f"{other.words}\n")
         engines = ", ".join(f"{backend.facts.title} {backend.releases}" for backend in backends)
-        typer.echo(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
-        typer.echo("Revisions that are not pinned may change: set drafter.revision. `serve --dry-run` checks the pair.")
+        say(f"{len(found)} drafters, looked up on {catalogue().gathered}. Engines: {engines}")
+        say("Revisions that are not pinned may change: set drafter.revision. `serve --dry-run` checks the pair.")
 
 
 def inspect(
@@ -412,18 +413,24 @@ def _print(
 ) -> None:
     console = Console(soft_wrap=True)
     if not quiet:
-        for name, value in _rows(checkpoint):
-            console.print(Text(f"{name:15}", style="bold").append(value, style="default"))
-        if pairing.words is not None:
-            console.print(Text(f"{'made beside':15}", style="bold").append(pairing.words, style="default"))
-        for name, each in engines.items():
-            console.print(Text(f"{name:15}", style="bold").append(_of_engine(each), style="default"))
+        rows = _rows(checkpoint) + ([] if pairing.words is None else [("made beside", pairing.words)])
+        for name, value in (*rows, *((name, _of_engine(each)) for name, each in engines.items())):
+            console.print(_labelled(f"{name:15}", value, "bold"))
         for note in notes:
-            console.print(Text("note  ", style="bold yellow").append(note, style="default"))
+            console.print(_labelled("note  ", note, "bold yellow"))
     for line in listed(problems):
-        console.print(Text("problem  ", style="bold red").append(line, style="default"))
+        console.print(_labelled("problem  ", line, "bold red"))
     if not problems:
         console.print(Text("no problems found", style="green"))
+
+
+def _labelled(label: str, value: str, style: str) -> Text:
+    line = label + value
+    if " " in value:  # a path stays whole, to be copied
+        line = broken(line, hang=len(label))
+    text = Text(line)
+    text.stylize(style, 0, len(label))
+    return text
 
 
 def _list_notes(checkpoint: Checkpoint) -> list[str]:

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from dflash_serve import __version__
 from dflash_serve.common.extras import absent
 from dflash_serve.common.json_log import make_stderr_unfailing
+from dflash_serve.common.terminal import say
 from dflash_serve.errors import UserError
 
 CLI = "dflash_serve.cli"
@@ -153,7 +154,7 @@ def run() -> None:
         else:
             said = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
             do = f"see `{error.ctx.command_path if error.ctx else 'dflash-serve'} --help`"
-            print(f"dflash-serve: {UserError(said, do=do)}", file=sys.stderr)
+            say(f"dflash-serve: {UserError(said, do=do)}", to=sys.stderr)
         sys.exit(2)
     except (UserError, ModuleNotFoundError, OSError) as error:
         told = absent(error) if isinstance(error, ModuleNotFoundError) else error
@@ -161,7 +162,7 @@ def run() -> None:
             told = UserError(error.strerror or str(error), where=str(error.filename or ""))
         if told is None:
             raise
-        print(f"dflash-serve: {told}", file=sys.stderr)
+        say(f"dflash-serve: {told}", to=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

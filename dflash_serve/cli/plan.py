@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +14,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.progress import doing, shown
 from dflash_serve.common.settings import overlay
+from dflash_serve.common.terminal import say
 from dflash_serve.deployment.gpus import GPUS
 
 if TYPE_CHECKING:
@@ -120,14 +119,6 @@ def _tell(answer: Plan, output: Path, others: list[PricedMethod], files: list[Pa
     for step in (*answer.next_steps(output), *methods_steps(answer, output, others)):
         typer.echo(f"next: {step}")  # a command is one line, to be copied
     say(f"written: {', '.join(str(file) for file in files)}")
-
-
-def say(line: str) -> None:
-    """Prints a line, broken between words where a terminal shows it; a pipe gets it whole."""
-    if sys.stdout.isatty():
-        width = get_terminal_size().columns
-        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    typer.echo(line)
 
 
 def _table(answer: Plan) -> Any:

@@ -19,6 +19,7 @@ from dflash_serve.cli import options
 from dflash_serve.cli.options import name_drafter
 from dflash_serve.common.files import remove_temporary, temporary_folder
 from dflash_serve.common.json_log import remark
+from dflash_serve.common.terminal import broken
 from dflash_serve.errors import Problem, UserError, listed, raise_problems
 
 if TYPE_CHECKING:
@@ -298,7 +299,7 @@ def _lines(shown: ShownLaunch, *, files: bool) -> Iterator[str]:
         yield f"{shown.backend}: no problem found"
     else:
         yield "problems"
-        yield from (f"{INDENT}{line}" for line in listed(shown.problems))
+        yield from (broken(f"{INDENT}{line}") for line in listed(shown.problems))
     if shown.given:
         yield "given on the command line or by environment variables"
         yield from (f"{INDENT}{each.line}" for each in shown.given)
@@ -309,13 +310,13 @@ def _lines(shown: ShownLaunch, *, files: bool) -> Iterator[str]:
         yield f"{INDENT}{shlex.join(shown.command.argv)}"
     if shown.files is None:
         return
-    yield f"files in {shown.folder}" + ("" if files else " (--show-files shows what stands in them)")
+    yield broken(f"files in {shown.folder}" + ("" if files else " (--show-files shows what stands in them)"))
     for file in shown.files:
-        yield f"{INDENT}{file.name}: {file.about}"
+        yield broken(f"{INDENT}{file.name}: {file.about}")
         if files and file.text is not None:
             yield from (f"{INDENT}{INDENT}| {line}" for line in file.text.splitlines())
     yield "chosen, where the deployment leaves it open"
-    yield from (f"{INDENT}{choice.key} = {choice.value}: {choice.why}" for choice in shown.choices)
+    yield from (broken(f"{INDENT}{choice.key} = {choice.value}: {choice.why}") for choice in shown.choices)
     if shown.notes:
         yield "notes"
-        yield from (f"{INDENT}{note}" for note in shown.notes)
+        yield from (broken(f"{INDENT}{note}") for note in shown.notes)

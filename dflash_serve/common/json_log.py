@@ -9,6 +9,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
 
+from .terminal import broken
+
 
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON. Engines import it by the path in `logging_config`."""
@@ -49,9 +51,9 @@ def make_stderr_unfailing() -> None:
 
 
 def remark(text: str, form: str) -> str:
-    """A remark of ours as a log line in the given form, `text` or `json`."""
+    """A remark of ours for stderr as a log line in the given form, `text` or `json`."""
     if form == "text":
-        return f"dflash-serve: {text}"
+        return broken(f"dflash-serve: {text}", to=sys.stderr)
     return JsonFormatter().format(logging.LogRecord("dflash_serve", logging.INFO, "", 0, text, None, None))
 
 

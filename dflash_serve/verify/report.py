@@ -30,11 +30,12 @@ from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from dflash_serve.common.provenance import PACKAGES, now, versions
 from dflash_serve.common.reports import number
 from dflash_serve.common.settings import Frozen
+from dflash_serve.common.terminal import keep_names, table
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.distributions import DistributionComparison
 from dflash_serve.verify.questions import (
@@ -356,14 +357,14 @@ def _unproven_sides(acceptance: AcceptanceStatistics, is_plain: bool) -> Iterato
 
 def show(report: VerifyReport, console: Console) -> None:
     """Prints the comparisons, and the verdict last."""
-    found = report.findings
+    found, whole = report.findings, not console.is_terminal  # a terminal breaks lines between words
     console.print(_tokens(found))
     for comparison in (*found.greedy, *found.exact):
         for difference in comparison.differences[:SHOWN]:
             gap = "gap unknown" if difference.gap is None else f"gap {difference.gap:.2g}"
             sides = f"{difference.with_speculation or 'the end'} with, {difference.without_speculation or 'the end'}"
             place = f"{comparison.case}, prompt {difference.prompt}, position {difference.position}"
-            console.print(escape(f"{place}: {sides} without speculation; {gap}: {difference.kind}"), soft_wrap=True)
+            console.print(escape(f"{place}: {sides} without speculation; {gap}: {difference.kind}"), soft_wrap=whole)
         if len(comparison.differences) > SHOWN:
             console.print(f"... and {len(comparison.differences) - SHOWN} more")
     if found.sampled:
@@ -371,40 +372,39 @@ def show(report: VerifyReport, console: Console) -> None:
         console.print(
             f"false-alarm rate {report.plan.false_alarm:g} over all cases; deviations: total variation of a"
             f" next-token distribution, seen with probability {report.plan.power:g}",
-            soft_wrap=True,
+            soft_wrap=whole,
         )
     for rule in found.rules:
         if rule.honoured and rule.broken and rule.rule != SEED:
             told = f"{rule.rule}: broken {rule.broken} of {rule.answers} times, first in {rule.example}"
-            console.print(escape(told), soft_wrap=True)
+            console.print(escape(told), soft_wrap=whole)
     if found.acceptance_length is not None:
         console.print(f"acceptance length meanwhile: τ = {found.acceptance_length:.2f}")
     for reason in found.reasons:
-        console.print(f"[yellow]?[/yellow] {escape(reason)}", soft_wrap=True)
-    console.print(f"[bold {COLOURS[found.verdict]}]{escape(found.headline)}[/]", soft_wrap=True)
+        console.print(f"[yellow]?[/yellow] {escape(reason)}", soft_wrap=whole)
+    console.print(f"[bold {COLOURS[found.verdict]}]{escape(found.headline)}[/]", soft_wrap=whole)
 
 
 def _tokens(found: Findings) -> Table:
-    case = Column("token for token", no_wrap=True)
-    table = Table(case, "prompts", "identical", f"{found.unit} compared", "near-ties", "faults")
+    made = table("token for token", "prompts", "same", f"{found.unit}\ncompared", "near-\nties", "faults")
     for one in (*found.greedy, *found.exact, *((found.seeded,) if found.seeded else ())):
         if one.refused:
-            table.add_row(one.case, "refused")
+            made.add_row(one.case, "refused")
             continue
         compared, wrong = f"{one.compared} of {one.tokens}", one.of_kind("fault", "unstable", "unscored")
         figures = (one.prompts, one.identical, compared, one.of_kind("near-tie"), wrong)
-        table.add_row(one.case, *map(str, figures))
-    return table
+        made.add_row(one.case, *map(str, figures))
+    return keep_names(made)
 
 
 def _distributions(found: Findings) -> Table:
-    table = Table("sampled", "samples a side", "p-value", "distribution", "smallest visible deviation")
+    made = table("sampled", "samples a side", "p-value", "distribution", "smallest visible deviation")
     for one in found.sampled:
         if one.p_value is None:
-            table.add_row(one.case, "0", "", "refused")
+            made.add_row(one.case, "0", "", "refused")
             continue
         visible = "none" if one.smallest_deviation is None else f"{one.smallest_deviation:.3f}"
         visible = "" if one.prompt is None else visible
         outcome = ("[red]differs[/red]", "") if one.differs else ("no difference seen", visible)
-        table.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
-    return table
+        made.add_row(one.case, str(one.samples), f"{one.p_value:.2g}", *outcome)
+    return keep_names(made)

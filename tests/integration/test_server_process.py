@@ -29,6 +29,7 @@ from dflash_serve.errors import UserError
 from dflash_torch.backend import backend
 from dflash_torch.launch import EmbeddedLaunch
 from dflash_torch.server import __main__ as server_process
+from tests.support.caches import own_cache
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running, until
 
@@ -44,7 +45,7 @@ def command(folders: Folders, *more: str) -> list[str]:
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "XDG_CACHE_HOME": str(own_cache(tmp_path)), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
@@ -68,23 +69,12 @@ def _ready(url: str) -> bool:
         return False
 
 
-def test_logs_are_one_object_a_line_and_say_when_the_server_can_answer_and_not_before(
+def test_sigterm_lets_answers_end_and_takes_no_new_ones_and_logs_are_one_object_a_line(
     tiny_folders: Folders, tmp_path: Path
 ) -> None:
-    with process(tiny_folders, tmp_path, "--log-format", "json") as (child, url):
-        answered = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 1, "stream": False}, timeout=60)
-        assert answered.status_code == 200
-        child.terminate()
-        assert child.wait(60) == 0
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
-    said = "\n".join(line["message"] for line in lines)
-    assert said.index(f"loading {MODEL}") < said.index(f"ready: {MODEL} answers on {url}")
-    assert "serving" not in said
-
-
-def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, tmp_path: Path) -> None:
-    with process(tiny_folders, tmp_path) as (child, url), httpx.Client(base_url=url, timeout=60) as client:
+    """The log says when the server can answer, and not before."""
+    json_log = "--log-format", "json"
+    with process(tiny_folders, tmp_path, *json_log) as (child, url), httpx.Client(base_url=url, timeout=60) as client:
         client.get("/ready")  # a connection that is there: a new one takes longer than some answers
         with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.iter_lines()
@@ -97,6 +87,11 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tiny_folders: Folders, t
         assert events[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in events[-2]
         assert child.wait(20) == 0
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in logged)
+    said = "\n".join(line["message"] for line in logged)
+    assert said.index(f"loading {MODEL}") < said.index(f"ready: {MODEL} answers on {url}")
+    assert "serving" not in said
 
 
 def test_a_client_that_is_killed_frees_its_slot_and_a_second_signal_stops_at_once(

@@ -37,7 +37,7 @@ EXPERTS = {
 """A mixture of experts, in the keys of gpt-oss and of Qwen3; MXFP4 has one scale for 32 values."""
 
 
-def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 256) -> Path:
+def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 256, head_dim: int = 16) -> Path:
     """Writes config.json, safetensors and a byte-level tokenizer with a chat template; returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,7 +51,7 @@ def write_tiny_target(folder: Path, *, family: str = "llama", positions: int = 2
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=positions,
         initializer_range=0.25,  # large, so that the logits differ and greedy answers do not hang on rounding
         tie_word_embeddings=False,

@@ -20,6 +20,7 @@ from dflash_serve.checkpoint.source import target_folder
 from dflash_serve.common.prometheus import Samples
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
+from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 from dflash_vllm.launch import VLLMLaunch
@@ -41,6 +42,12 @@ PATIENCE = float(os.environ.get("DFLASH_SERVE_TEST_PATIENCE", "900"))
 CROWD = 16
 """Requests that a server takes at once."""
 LIMITS = {"max_batch_size": CROWD, "max_model_len": 1024, "max_num_tokens": 2048}
+AT_ONCE = 64
+"""Requests that are verified at once: larger batches take less time for each."""
+BRIEFLY = VerifyPlan(
+    prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
+    dtype="float32",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +120,14 @@ def smollm2(width: int | str, **changes: Any) -> Deployment:
         target = str(target_folder("smollm2"))
     except UserError as error:
         pytest.skip(str(error))
+    return served((target, "smollm2"), width, **changes)
+
+
+def served(models: tuple[Path | str, Path | str], width: int | str, **changes: Any) -> Deployment:
+    """A target and a drafter on a CPU."""
     fields: dict[str, Any] = {
-        "target": {"model": target},
-        "drafter": {"model": "smollm2"},
+        "target": {"model": str(models[0])},
+        "drafter": {"model": str(models[1])},
         "limits": LIMITS,
         "hardware": {"gpu": "none"},
         "speculation": {"width": width},

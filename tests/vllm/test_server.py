@@ -30,7 +30,6 @@ from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.costs import CostModel
 from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.training.answers import AnswerRequest, AnswerServer, ask
-from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_serve.verify.subjects import ONE_SERVER, one_server, two_servers
 from dflash_serve.verify.verification import Verification
 from dflash_vllm.facts import ACCEPTED, DRAFTED, DRAFTS, FACTS
@@ -38,12 +37,10 @@ from dflash_vllm.settings import static_schedule
 from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import brief, word_problems
 from tests.support.promql import exported, missing
-from tests.support.vllm_server import CROWD, LIMITS, PATIENCE, OnCpu, Server, serving, smollm2
+from tests.support.vllm_server import AT_ONCE, BRIEFLY, CROWD, LIMITS, PATIENCE, OnCpu, Server, serving, smollm2
 
 pytestmark = pytest.mark.model
 PROMPTS, TOKENS, STREAMS = 12, 40, 10
-AT_ONCE = 64
-"""Requests that are verified at once: larger batches take less time for each."""
 FLAT_THEN_STEEP = {"target": {1: 1.0, 8: 1.0, 256: 32.0}, "draft": {1: 0.05, 16: 0.05}}
 """Costs of a machine on which 8 rows cost no more than one, and every further row costs in full."""
 SURVIVAL = (0.627, 0.347, 0.202, 0.119, 0.093, 0.073, 0.052)
@@ -283,12 +280,7 @@ def test_it_exports_all_that_the_dashboard_asks_of_it_and_routers_look_for(serve
     servers["full"].left.set()
 
 
-BRIEFLY = VerifyPlan(
-    prompts=4, prompts_sha256="", max_tokens=24, samples=FEWEST, sample_tokens=4, pairs=4, long_tokens=64,
-    dtype="float32",
-)  # fmt: skip
-
-
+@pytest.mark.thorough
 def test_verify_finds_greedy_lossless_and_sampling_without_a_difference(servers: Fleet[Server]) -> None:
     both = [servers[name] for name in ("3", "plain")]
     urls = [berth.ready.result().url for berth in both]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.caches import own_cache
+
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -63,6 +65,7 @@ def run(bare: Path, tmp_path: Path) -> Run:
         env = {"PATH": str(bare.parent), "HOME": str(tmp_path), "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
         if extras:  # what is installed here, as far as it is not ours: that is not in this folder, or the same
             env |= {"PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
+            env |= {"XDG_CACHE_HOME": str(own_cache(tmp_path / "cache"))}
         done = subprocess.run([bare, *words], cwd=place, env=env, capture_output=True, text=True, check=False)
         assert "Traceback" not in done.stderr, done.stderr
         assert list(place.iterdir()) == []

@@ -154,6 +154,11 @@ class WithoutEffect(Strict):
     continue_final_message: Literal[False] = False
     use_beam_search: Literal[False] = False
     priority: Literal[0] = 0
+    no_stop_trim: Literal[False] = Field(False, description="from here on, what routers add to requests they pass on")
+    return_hidden_states: Literal[False] = False
+    separate_reasoning: bool = Field(True, description="only where a server parses reasoning, which this one does not")
+    stream_reasoning: Literal[True] = True
+    include_reasoning: Literal[True] = True
 
 
 class Cacheable(Strict):

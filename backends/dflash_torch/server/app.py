@@ -224,8 +224,7 @@ def create_app(handler: RequestHandler) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await handler.respond(body, request)
 
-    if handler.settings.swap_from is not None:
-        add_drafter_routes(app, handler, handler.settings.swap_from)
+    add_drafter_routes(app, handler)
     return app
 
 

@@ -1,6 +1,7 @@
-"""Routes that replace the drafter of the running server and tell which are served. They exist where a setting says so.
+"""Routes that tell what is served, and that replace the drafter of the running server where a setting allows it.
 
-They follow SGLang's `/update_weights_from_disk` and `/server_info`, and like all of `/v1` they need the API key.
+They follow SGLang's `/update_weights_from_disk` and `/server_info`, where its router reads the name of the model. Like
+all of `/v1` they need the API key.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ class ServedDrafter(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """GET /server_info."""
+    """GET /server_info; the drafters only where they can be replaced."""
 
-    drafters: list[ServedDrafter]
-    block_size: int | None
-    dtype: str
+    served_model_name: str
+    drafters: list[ServedDrafter] | None = None
+    block_size: int | None = None
+    dtype: str | None = None
 
 
 class Drafters:
@@ -114,7 +116,8 @@ class Drafters:
             )
             for revision, (name, one) in enumerate(zip(swap.names, counts, strict=False))
         ]
-        return ServerInfo(drafters=served, block_size=engine.block_size, dtype=engine.dtype)
+        known = {"drafters": served, "block_size": engine.block_size, "dtype": engine.dtype}
+        return ServerInfo(served_model_name=worker.model, **known)
 
     def _of(self, worker: EngineWorker) -> DrafterSwap:
         if self._swap is None:
@@ -132,9 +135,16 @@ def _told(done: Swapped) -> str:
     return f"revision {done.revision} serves: {done.drafter}; {done.undrafted} answers in flight go on without drafts"
 
 
-def add_drafter_routes(app: FastAPI, handler: RequestHandler, folder: Path) -> None:
-    """Adds the routes for drafters below a folder."""
-    drafters = Drafters(handler, folder)
+def add_drafter_routes(app: FastAPI, handler: RequestHandler) -> None:
+    """Adds `/server_info`, and the exchange of drafters where the settings name a folder of them."""
+    if handler.settings.swap_from is None:
+
+        @app.get(INFO)
+        async def served() -> ServerInfo:
+            return ServerInfo(served_model_name=handler.model)
+
+        return
+    drafters = Drafters(handler, handler.settings.swap_from)
 
     @app.post(UPDATE, responses={200: {"model": DrafterUpdated}})
     async def update_drafter_from_disk(body: UpdateDrafter, request: Request) -> Response:

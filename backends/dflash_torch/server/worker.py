@@ -114,7 +114,13 @@ class ServerMetrics(Collector):
             self._end_to_end.observe(now - answer.arrived)
 
     def collect(self) -> Iterable[Metric]:
-        """Queue, cache and acceptance as the metrics of one scrape."""
+        """Queue, cache and acceptance as the metrics of one scrape.
+
+        SGLang's router joins its workers' pages, and fails where a family has samples on one and none on another.
+        """
+        return (family for family in self._now() if family.samples)
+
+    def _now(self) -> Iterable[Metric]:
         now = self._snapshot()
         yield self._family(GaugeMetricFamily, facts.QUEUED, "Requests in the queue.", now.waiting)
         yield self._family(GaugeMetricFamily, facts.RUNNING, "Requests in the batch.", now.running)

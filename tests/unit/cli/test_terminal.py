@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from dflash_serve.cli import main
 from dflash_serve.cli.main import CLOSED_PIPE, app
+from tests.support.caches import own_cache
 from tests.support.embedded import tiny_engine
 from tests.support.serving import MODEL, Running, running
 from tests.support.site import site, usage_only
@@ -41,11 +43,11 @@ def server(pair: tuple[Path, Path]) -> Iterator[Running]:
 
 
 class Terminal:
-    """A child with a terminal of its own, 24 lines by 80 columns."""
+    """A child with a terminal of its own, of 24 lines."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, columns: int = 80) -> None:
         ours, theirs = pty.openpty()
-        env = {**os.environ, "TERM": "xterm-256color", "LINES": "24", "COLUMNS": "80"}
+        env = {**os.environ, "TERM": "xterm-256color", "LINES": "24", "COLUMNS": str(columns)}
         # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
         heed: Any = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         streams: Any = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
@@ -237,7 +239,7 @@ def test_top_that_goes_on_ends_with_its_reader(server: Running) -> None:
 def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path)))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the quick brown fox"}\n')
     words = ["evaluate", "--task", f"own={tmp_path / 'prompts.jsonl'}", "--target", str(pair[0])]
     words += ["--drafter", str(pair[1]), "--max-tokens", "4", "--speed", "0", "--output", str(tmp_path / "out.json")]
@@ -246,6 +248,26 @@ def test_evaluate_in_a_closed_pipe_has_done_its_work_and_says_nothing(
     assert "Traceback" not in said
     assert "BrokenPipe" not in said
     assert "own" in json.loads((tmp_path / "out.json").read_text())["tasks"]
+
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+NARROW = {
+    "drafters": ["drafters", "Qwen/Qwen3-8B"],
+    "inspect": ["inspect", "smollm2"],
+    "serve": ["serve", "--target", "smollm2", "--drafter", "smollm2", "--dry-run"],
+    "an error": ["inspect", "smollm2", "--block-size", "9", "--target", "no-such-folder/of/a/target"],
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_a_narrow_terminal_gets_lines_that_break_between_words(case: str) -> None:
+    """Commands and paths stay whole, to be copied; what else is longer would be cut within a word."""
+    terminal = Terminal(*NARROW[case], columns=60)
+    terminal.end()
+    lines = [ESCAPE.sub("", line).rpartition("\r")[2] for line in terminal.seen.replace("\r\n", "\n").split("\n")]
+    wide = [line for line in lines if len(line) > 60]
+    assert [line for line in wide if not any(word.startswith("/") for word in line.split()[:2])] == []
+    assert sum(len(line) > 40 for line in lines) > 2
 
 
 def test_an_interruption_while_the_verbs_are_imported_is_no_traceback(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dflash_serve.cli.main import app
+from dflash_serve.common.terminal import say
 from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.errors import UserError
@@ -426,13 +427,11 @@ def test_the_table_fits_sixty_columns_and_is_whole_where_it_is_piped(
 def test_a_terminal_gets_lines_that_break_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dflash_serve.cli import plan as verb
-
     line = "note: " + "a-word-of-twenty-four-ch " * 6
     monkeypatch.setenv("COLUMNS", "60")
     for is_terminal in (True, False):
         monkeypatch.setattr("sys.stdout.isatty", lambda seen=is_terminal: seen)
-        verb.say(line.strip())
+        say(line.strip())
         lines = capsys.readouterr().out.splitlines()
         assert (max(map(len, lines)) <= 60, len(lines) > 1) == (is_terminal, is_terminal)
         assert " ".join(lines).split() == line.split()

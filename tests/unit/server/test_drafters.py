@@ -238,8 +238,9 @@ def test_the_routes_need_the_key_and_a_setting(folders: Folders, tmp_path: Path)
             assert [ask().status_code, ask(headers={"Authorization": "Bearer x"}).status_code] == [401, 401]
             assert ask(headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     with running(engine) as server:
-        for ask in asked:
-            assert ask().status_code == 404
+        assert [ask().status_code for ask in asked] == [404, 200]
+        known = httpx.get(f"{server.url}{exchange.INFO}").json()
+        assert {name for name, value in known.items() if value is not None} == {"served_model_name"}
 
 
 @pytest.mark.parametrize(

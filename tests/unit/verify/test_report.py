@@ -62,10 +62,13 @@ def test_a_reader_sees_the_first_differing_position_both_tokens_and_the_verdict(
     assert text.endswith("not lossless: stale state (greedy, prompt 3, position 17)")
 
 
-def test_a_case_keeps_its_name_in_a_narrow_terminal() -> None:
+def test_a_case_keeps_its_name_and_a_head_its_words_in_a_narrow_terminal() -> None:
     named = report().findings.greedy[0].model_copy(update={"case": "log-probabilities"})
     findings = report().findings.model_copy(update={"greedy": (named,)})
-    assert "│ log-probabilities │" in shown(report_of(report().plan, SUBJECTS, findings), 60)
+    text = shown(report_of(report().plan, SUBJECTS, findings), 60)
+    assert "\nlog-probabilities " in text
+    assert {"prompts", "same", "compared", "near-", "ties", "faults"} <= set(text.split())
+    assert "…" not in text
 
 
 def test_a_verdict_says_what_was_not_tested() -> None:
