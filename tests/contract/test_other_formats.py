@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,12 @@ def verdict_on(drafter: Path) -> EngineVerdict:
     return checkpoint_verdict(server_backend(ENGINE), open_checkpoint(drafter), "qwen3")
 
 
+def vllm_release() -> tuple[int, ...]:
+    from dflash_vllm.facts import RELEASES
+
+    return RELEASES.numbers(version("vllm"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and in a folder for each format the published drafter; with its plain numbers, and again converted."""
@@ -125,7 +132,9 @@ def test_what_the_table_does_not_serve_the_engine_does_not_load(
         return
     assert "dflash-serve convert" in str(verdict.why)
     found = loaded[f"{name}/{PUBLISHED}"]
-    if said == OTHER_NUMBERS:
+    if name == "a mixture" and ENGINE == "vllm" and vllm_release() == (0, 33):  # convert it for 0.32, too
+        assert max(found["errors"].values()) < CLOSE, found
+    elif said == OTHER_NUMBERS:
         assert max(found["errors"].values()) > WRONG, found
     else:
         assert said in found["error"]
