@@ -45,7 +45,7 @@ class Clients:
     endpoint: Endpoint
     prompts: list[Messages]
     truth: list[list[int]]
-    params: SamplingParams
+    max_tokens: int
     stopped: bool = False
     times: list[float] = field(default_factory=list)  # when each answer was whole
     wrong: int = 0
@@ -54,7 +54,7 @@ class Clients:
         """Asks one prompt after the other, until the clients are stopped."""
         for number in takewhile(lambda _: not self.stopped, count(first)):
             which = number % len(self.prompts)
-            reply = self.endpoint.complete(self.prompts[which], self.params)
+            reply = self.endpoint.complete(self.prompts[which], greedy(self.max_tokens))
             self.wrong += list(reply.token_ids or ()) != self.truth[which]
             self.times.append(monotonic())
 
@@ -62,7 +62,7 @@ class Clients:
         """Tokens per second of the answers that became whole while `span` ran."""
         before, start = len(self.times), monotonic()
         span()
-        return (len(self.times) - before) * self.params.max_tokens / (monotonic() - start)
+        return (len(self.times) - before) * self.max_tokens / (monotonic() - start)
 
 
 def main(
@@ -74,8 +74,7 @@ def main(
 ) -> None:
     """Measure an exchange and the one back."""
     prompts = word_problems(PROMPTS)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    truth = plain(prompts, params)
+    truth = plain(prompts, max_tokens)
     with TemporaryDirectory() as name:
         folder = Path(name)
         first = copytree(drafter_folder("smollm2"), folder / "drafters/first")
@@ -91,16 +90,21 @@ def main(
             }
         )
         with running_server(server_backend("torch"), deployment, folder / "server") as url:
-            found = exchanged(Clients(Endpoint(url), prompts, truth, params), users, seconds, str(second))
+            found = exchanged(Clients(Endpoint(url), prompts, truth, max_tokens), users, seconds, str(second))
             found["drafters"] = Connection(url).json("GET", INFO)["drafters"]
     Console().print_json(data=found)
     write_report({"users": users, "seconds": seconds, "max_tokens": max_tokens}, [found], output)
 
 
-def plain(prompts: list[Messages], params: SamplingParams) -> list[list[int]]:
+def greedy(max_tokens: int) -> SamplingParams:
+    """Answers of exactly so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def plain(prompts: list[Messages], max_tokens: int) -> list[list[int]]:
     """Answers of the target without speculation."""
     llm = LLM("smollm2", None, dtype="float32", max_model_len=1024, max_batch_size=8)
-    return [list(one.token_ids) for one in llm.generate(prompts, params)]
+    return [list(one.token_ids) for one in llm.generate(prompts, greedy(max_tokens))]
 
 
 def exchanged(clients: Clients, users: int, seconds: float, second: str) -> dict[str, Any]:

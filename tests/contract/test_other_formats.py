@@ -73,7 +73,7 @@ def verdict_on(drafter: Path) -> EngineVerdict:
     return checkpoint_verdict(server_backend(ENGINE), open_checkpoint(drafter), "qwen3")
 
 
-def vllm_release() -> tuple[int, ...]:
+def vllm_release() -> tuple[int, ...] | None:
     from dflash_vllm.facts import RELEASES
 
     return RELEASES.numbers(version("vllm"))

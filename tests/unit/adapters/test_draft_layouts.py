@@ -238,7 +238,7 @@ def engine_layouts(name: str) -> Layouts:
 
 
 def test_the_contract_tests_ask_for_every_layout_of_the_tables() -> None:
-    asked = {(one.dialect, one.format) for one in LAYOUTS.values()}
+    asked: set[tuple[str, str]] = {(one.dialect, one.format) for one in LAYOUTS.values()}
     asked |= {(layout, format) for _, _, format, layout in FORMATS.values()}
     tables = {*backend("sglang").layouts, *backend("vllm").layouts}  # type: ignore[attr-defined]
     assert tables <= asked
