@@ -27,6 +27,7 @@ SEEDED_TOKENS = 32  # Length of answers with the same seed on both sides
 
 LONG_ROOM = 64  # Characters of a long answer's prompt, and tokens of the context that are left for it
 CHARACTERS = 2  # Characters of a token of a long prompt whose tokens are unknown: so few that it fits into the context
+SAFE = 0.8  # Share of an answer's characters by token that is counted on, where these are fewer, as in Chinese
 LOAD_STEP = 5  # Characters by which prompts under load grow where tokens are unknown: about one token
 BIASED_TOKENS = 4  # Tokens that are possible under `logit_bias`
 STRIDE = 64  # Tokens of a piece of a continued answer
@@ -387,7 +388,8 @@ def _long_prompt(known: Sequence[Known], length: int, first: int) -> Prompt:
     if all(ids):
         return list(islice(cycle(chain.from_iterable(filter(None, ids))), length))
     characters = "\n".join(one.text for one in texts) + "\n"
-    return "".join(islice(cycle(characters), length * CHARACTERS))
+    seen = sum(len(one.text) for one in texts) / max(1, sum(len(one.pieces) for one in texts))
+    return "".join(islice(cycle(characters), int(length * min(CHARACTERS, SAFE * seen))))
 
 
 def _token_ids(known: Known) -> list[int] | None:

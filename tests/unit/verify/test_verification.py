@@ -14,7 +14,20 @@ from dflash_serve.common.http import RefusedError
 from dflash_serve.common.store import Store
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics
-from dflash_serve.verify.questions import CONTINUED, FEWEST, LOAD, LONG, STREAMED, Question, VerifyPlan
+from dflash_serve.verify.questions import (
+    CONTINUED,
+    FEWEST,
+    LOAD,
+    LONG,
+    PROMPTS,
+    STREAMED,
+    WITH,
+    Known,
+    PlainFacts,
+    Question,
+    VerifyPlan,
+    questions,
+)
 from dflash_serve.verify.report import Findings
 from dflash_serve.verify.subjects import SubjectPair
 from dflash_serve.verify.verification import Verification
@@ -148,3 +161,14 @@ def test_reasoning_is_continued_and_stopped_as_other_answers_are() -> None:
     found = verified(ThinkingServer(False, True), ThinkingServer(True, True))
     assert next(one.prompts for one in found.exact if one.case == LONG.name) > 0
     assert "stop" in {one.rule for one in found.rules}
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("一二三四五六七八", 8), ("one two three four", 4)])
+def test_long_prompts_of_unknown_tokens_fit_the_context_in_every_script(text: str, tokens: int) -> None:
+    """A router drops token ids; answers then tell how many characters a token has."""
+    size = len(text) // tokens
+    known = [Known(text, [text[at : at + size] for at in range(0, size * tokens, size)])] * 2
+    plan = VerifyPlan(prompts=2, prompts_sha256="", max_tokens=8, samples=0, dtype="float32")
+    asked = questions(plan, [text, text], PROMPTS, WITH, PlainFacts(known, context=256))
+    assert asked
+    assert all(isinstance(one.prompt, str) and 64 < len(one.prompt) / size < 256 for one in asked[-1:])
