@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,17 @@ def test_the_doctor_finds_the_servers_healthy_through_the_router(
     code = call(monkeypatch, "doctor", place.folder / "deployment.yaml", "--url", place.router, *place.metrics, *given)
     assert code == 0, capsys.readouterr()
     assert json.loads(report.read_text())["verdict"] == "healthy"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
+@pytest.mark.parametrize("place", [SGLANG], indirect=True)
+def test_certify_gives_a_verdict_on_servers_behind_the_router(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It verifies them, and benches them by aiperf."""
+    sides = ("--url", place.router, "--without-url", place.plain, *place.metrics)
+    sizes = ("--concurrency", "1,2", "--max-tokens", 24, "--minutes", 5, "--dataset", place.folder / "prompts.jsonl")
+    output = place.folder / "certificate"
+    code = call(monkeypatch, "certify", place.folder / "deployment.yaml", *sides, *sizes, "--output", output)
+    report = json.loads((output / "certificate.json").read_text())
+    assert code in (0, 1), report  # a router before tiny models costs more than a drafter gains
+    assert report["lines"][0].startswith("lossless")
