@@ -35,7 +35,7 @@ from dflash_serve.speculation.params import SamplingParams
 from tests.support.prompts import Messages, word_problems
 from tests.support.quantised_smollm2 import write_smollm2
 
-PROMPTS = 32
+PROMPTS = 20
 
 
 @dataclass
