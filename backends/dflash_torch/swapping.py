@@ -50,7 +50,7 @@ class LoadedDrafter:
     """A drafter that is loaded and not in place."""
 
     name: Model
-    drafter: Drafter
+    speculator: Speculator
     policy: WidthPolicy
     seconds: float  # that checking and loading took
     is_back: bool
@@ -86,7 +86,7 @@ class DrafterSwap:
         """Checks and loads a drafter; None = the one before the served one.
 
         Raises:
-            UserError: it cannot be served here, or it does not fit into memory.
+            UserError: it cannot be served here, or it or its K/V cache does not fit into memory.
         """
         begun, scheduler = perf_counter(), self.engine.scheduler
         served, old = self.engine.deployment, scheduler.speculator
@@ -101,32 +101,15 @@ class DrafterSwap:
         self._check_memory(launch.drafter, scheduler, old)
         drafter = self._fused(deployment, scheduler, launch.checkpoint)
         policy = _policy(deployment, drafter, scheduler, old)
-        return LoadedDrafter(wanted, drafter, policy, perf_counter() - begun, path is None)
+        return LoadedDrafter(wanted, _speculator(drafter, scheduler, old), policy, perf_counter() - begun, path is None)
 
     def put(self, loaded: LoadedDrafter) -> Swapped:
-        """Puts a drafter in place of the served one; no step may be in flight.
-
-        Raises:
-            UserError: its K/V cache does not fit into memory.
-        """
-        begun, scheduler = perf_counter(), self.engine.scheduler
-        old, before = scheduler.speculator, self.served[-1]
-        assert old is not None
-        try:
-            new = Speculator(
-                loaded.drafter,
-                scheduler.target,
-                block_size=old.block_size,
-                max_batch_size=old.cache.entries,
-                capacity=scheduler.capacity,
-                cache=old.cache if _same_cache(loaded.drafter.config, old) else None,
-            )
-        except (MemoryError, RuntimeError) as error:
-            raise readable(error) from None
+        """Puts a drafter in place of the served one; no step may be in flight."""
+        begun, scheduler, before = perf_counter(), self.engine.scheduler, self.served[-1]
         policy = loaded.policy
         if isinstance(policy, KeptWidth) and isinstance(scheduler.policy, KeptWidth):
             policy.pace = scheduler.policy.pace  # counters only rise
-        undrafted = scheduler.replace_drafter(new, policy)
+        undrafted = scheduler.replace_drafter(loaded.speculator, policy)
         if loaded.is_back:
             self.served.pop()
         elif loaded.name != before:
@@ -175,6 +158,21 @@ class DrafterSwap:
             return load_fused(deployment, scheduler.target, opened)
         except (MemoryError, RuntimeError) as error:
             raise readable(error) from None
+
+
+def _speculator(drafter: Drafter, scheduler: Scheduler, old: Speculator) -> Speculator:
+    # a list of frequent tokens copies rows of the target's head, which takes longer than a step
+    try:
+        return Speculator(
+            drafter,
+            scheduler.target,
+            block_size=old.block_size,
+            max_batch_size=old.cache.entries,
+            capacity=scheduler.capacity,
+            cache=old.cache if _same_cache(drafter.config, old) else None,
+        )
+    except (MemoryError, RuntimeError) as error:
+        raise readable(error) from None
 
 
 def _policy(deployment: Deployment, drafter: Drafter, scheduler: Scheduler, old: Speculator) -> WidthPolicy:
