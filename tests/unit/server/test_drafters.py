@@ -24,7 +24,6 @@ from dflash_serve.speculation.params import SamplingParams
 from dflash_torch import swapping
 from dflash_torch.engine import EmbeddedEngine
 from dflash_torch.scheduler import Scheduler
-from dflash_torch.speculator import Speculator
 from tests.support.broken_loops import WIDTH, LikelySpeculator, StaleDecoder, likely_tokens, sharp_pair
 from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
@@ -82,22 +81,15 @@ def prompts(tmp_path: Path) -> Path:
 
 def becomes(monkeypatch: pytest.MonkeyPatch, likely: Likely, *folders: str) -> None:
     """Drafters of folders of these names draft likely tokens; others draft as their random weights do."""
-    real = Speculator
-    named: list[str] = []
     put = swapping.DrafterSwap.put
 
-    def noted(self: swapping.DrafterSwap, loaded: swapping.LoadedDrafter) -> swapping.Swapped:
-        named.append(Path(loaded.name.model).name)
+    def likelier(self: swapping.DrafterSwap, loaded: swapping.LoadedDrafter) -> swapping.Swapped:
+        if Path(loaded.name.model).name in folders:
+            speculator = loaded.speculator
+            speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
         return put(self, loaded)
 
-    def made(*given: Any, **more: Any) -> Speculator:
-        speculator = real(*given, **more)
-        if named[-1] in folders:
-            speculator.__class__, speculator.likely = LikelySpeculator, likely  # type: ignore[attr-defined]
-        return speculator
-
-    monkeypatch.setattr(swapping.DrafterSwap, "put", noted)
-    monkeypatch.setattr(swapping, "Speculator", made)
+    monkeypatch.setattr(swapping.DrafterSwap, "put", likelier)
 
 
 def counters(server: Running) -> dict[str, float]:
