@@ -123,9 +123,10 @@ def storage_problems(checkpoint: Checkpoint | None, devices: int, where: str) ->
     dense = next((module for module in checkpoint.quantised if not module.startswith("layers.")), None)
     if dense is not None:
         yield Problem(f"{dense} is quantised, and SGLang's is dense", where, "`dflash-serve convert` writes it in bf16")
-    bytes_with_zeros = (one for one in checkpoint.quantised.values() if not one.symmetric and one.bits == 8)
-    if (scheme := next(bytes_with_zeros, None)) is not None and scheme.layout == "compressed-tensors":
-        what = f"its {scheme.format.upper()} weights have zero points, which SGLang does not read"
+    packed = (one for one in checkpoint.quantised.values() if one.layout == "compressed-tensors")
+    with_zeros = next((one for one in packed if one.bits == 8 and not one.symmetric), None)
+    if with_zeros is not None:
+        what = f"its {with_zeros.format.upper()} weights have zero points, which SGLang does not read"
         yield Problem(what, where, DEQUANTISE)
 
 

@@ -60,7 +60,6 @@ PLUG_INS_VARIABLE = "VLLM_PLUGINS"  # vLLM's own: the plug-ins that are loaded; 
 RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # vLLM's own: its front-end in Rust: no stat logger, no `--middleware`
 NIXL_HOST, NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """vLLM's own: the address at which a half is asked where its K/V are."""
-NIXL_ADDRESS = ("localhost", "5600")  # vLLM's own, without these variables
 PARSER_PLUGINS = {"reasoning-parser-plugin", "tool-parser-plugin"}
 """Arguments that bring parsers of answers which vLLM does not know before it starts."""
 
@@ -156,7 +155,7 @@ def side_channel_problems(settings: VLLMSettings) -> Iterator[Problem]:
     """An address of this half that is taken: vLLM's start then waits without an end (nixl/base_scheduler.py)."""
     if not settings.is_half:
         return
-    host, port = (os.environ.get(*one) for one in zip((NIXL_HOST, NIXL_PORT), NIXL_ADDRESS, strict=True))
+    host, port = os.environ.get(NIXL_HOST, "localhost"), os.environ.get(NIXL_PORT, "5600")  # vLLM's own defaults
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         yield Problem(f"{port!r} is no port", NIXL_PORT, "set it to a free port of this machine")
         return

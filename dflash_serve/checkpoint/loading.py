@@ -51,7 +51,7 @@ class StrictLoader:
 
     @property
     def of_weights_alone(self) -> StrictLoader:
-        """The same where products have a parameter `input_scale` that is dropped unfilled (ModelOpt's W4A16_NVFP4)."""
+        """A loader for ModelOpt's W4A16_NVFP4, whose products drop their parameter `input_scale` unfilled."""
         return replace(self, unfilled=(*self.unfilled, "input_scale"))
 
     def load(

@@ -41,7 +41,7 @@ NAMES = [
 CLOSE = 0.01
 """Relative error of products in bfloat16."""
 ROUNDED = 0.05
-"""The same where the activations have 8 bits."""
+"""Relative error of products where the activations are rounded to 8 bits."""
 
 
 def layout_of(name: str) -> Layout | None:
@@ -79,7 +79,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def asked(target: Path, drafts: Mapping[str, Path], *options: str) -> dict[str, Any]:
-    """What the engine makes of each drafter, in a process of its own."""
+    """Loads each drafter in a process of the engine; its result by name."""
     command = [sys.executable, "-m", f"tests.support.{ENGINE}_layouts", *options, str(target)]
     done = subprocess.run([*command, *map(str, drafts.values())], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

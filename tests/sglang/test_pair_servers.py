@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -24,7 +24,7 @@ from dflash_serve.client.metrics import MetricsSource, read_acceptance
 from dflash_serve.common.processes import free_port
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
+from tests.support.counted_answers import Answers
 from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import half
@@ -43,26 +43,6 @@ LONG = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 PREFILL, DECODE, MEETING = free_port(), free_port(), free_port()
 """Ports of the halves, and the one where they meet: a half that starts again has them, too."""
 MEETING_OF_BARE = free_port()
-
-
-class Answers(NamedTuple):
-    """Tokens and counts of one server, or of several behind a router."""
-
-    tokens: list[list[int]]
-    counts: AcceptanceStatistics
-
-    @classmethod
-    def of(cls, server: Server, metrics: str) -> Answers:
-        """Greedy answers, one after the other."""
-        before = read_acceptance(metrics)
-        tokens = server.tokens(PROMPTS, TOKENS)
-        return cls(tokens, read_acceptance(metrics).since(before))
-
-    @property
-    def told(self) -> str:
-        """Its acceptance as words."""
-        length = self.counts.acceptance_length
-        return f"{length:.4f} ({self.counts.verifications:.0f} steps, {self.counts.accepted:.0f} accepted)"
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +74,7 @@ def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Ser
 def whole(servers: Fleet[Server]) -> Answers:
     """The first server's answers, asked directly."""
     first = servers["first"].ready.result()
-    return Answers.of(first, first.url)
+    return Answers.of(first, first.url, PROMPTS, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +99,7 @@ def test_two_servers_behind_the_router_answer_and_accept_as_one_does(
         assert {(name, one.engine) for name, one in each.items()} == {
             (server.url, "SGLang with dflash-serve") for server in (first, second)
         }
-        found = Answers.of(router, url)
+        found = Answers.of(router, url, PROMPTS, TOKENS)
         print(f"router, two servers: {gigabytes():.1f} GB, acceptance {found.told}; one server {whole.told}")
         assert found == whole
         with closing(router.stream(PROMPTS[0], 400)) as stream:
@@ -140,7 +120,7 @@ def _a_killed_server_costs_no_answer(router: Endpoint, first: Server, second: Se
 
 
 def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], whole: Answers, pair: Server) -> None:
-    found = Answers.of(pair, servers["decode"].ready.result().url)
+    found = Answers.of(pair, servers["decode"].ready.result().url, PROMPTS, TOKENS)
     print(f"pair: {gigabytes():.1f} GB, acceptance {found.told}; one server {whole.told}")
     assert found == whole
     assert MetricsSource(pair.url).require().acceptance == read_acceptance(servers["decode"].ready.result().url)
@@ -182,7 +162,7 @@ def test_a_prefill_half_that_starts_again_serves_again_and_one_without_the_draft
     servers["bare"].left.set()
     again.result()
     _wait_for_answers(pair, "prefill")
-    assert Answers.of(pair, decode.url) == whole
+    assert Answers.of(pair, decode.url, PROMPTS, TOKENS) == whole
 
 
 def test_a_decode_half_that_is_killed_ends_its_stream_with_an_error_and_serves_again_when_it_starts_again(
@@ -199,7 +179,7 @@ def test_a_decode_half_that_is_killed_ends_its_stream_with_an_error_and_serves_a
     servers["decode"].left.set()
     again = replacements["decode"].ready.result()
     _wait_for_answers(pair, "decode")
-    assert Answers.of(pair, again.url) == whole
+    assert Answers.of(pair, again.url, PROMPTS, TOKENS) == whole
 
 
 def _wait_for_answers(pair: Server, killed: str) -> None:

@@ -37,7 +37,7 @@ def prompts() -> Tokens:
 
 @pytest.fixture(scope="module")
 def truth(prompts: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    """What SGLang answers without speculation."""
+    """The answers of SGLang without speculation."""
     with serving(tmp_path_factory.mktemp("plain"), smollm2("off"), OnCpu("--disable-overlap-schedule")) as server:
         return server.tokens(prompts, TOKENS, STREAMS)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import exp
 from pathlib import Path
-from typing import Protocol
 
 from dflash_serve import LLM, SamplingParams
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.client.metrics import read_acceptance
 from dflash_serve.models.loader import load_tokenizer
+from tests.support.counted_answers import Answering
 from tests.support.draft_layouts import LAYOUTS, PUBLISHED, Layout, int8, write
 from tests.support.prompts import word_problems
 
@@ -53,19 +53,6 @@ STAND_INS = {
 }
 """Variables of a server whose quantised products are those of `*_kernels.py`."""
 Tokens = list[list[int]]
-
-
-class Answering(Protocol):
-    """A client of a real server."""
-
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        ...
-
-    def tokens(self, prompts: Sequence[str | Sequence[int]], tokens: int = 24, streams: int = 1) -> Tokens:
-        """The answers' token ids."""
-        ...
 
 
 @dataclass(frozen=True)

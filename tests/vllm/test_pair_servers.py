@@ -15,7 +15,6 @@ import urllib.error
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -24,9 +23,9 @@ from dflash_serve.client.metrics import MetricsSource, read_acceptance
 from dflash_serve.common.processes import free_port, running
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.speculation.params import SamplingParams
-from dflash_serve.speculation.statistics import AcceptanceStatistics
 from dflash_serve.verify.report import VerifyReport
 from tests.support.command_line import call
+from tests.support.counted_answers import Answers
 from tests.support.fleet import Fleet, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_router import VLLM, router_of_a_vllm_pair, running_router
@@ -47,26 +46,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 QUICK = ("--samples", 0, "--max-tokens", 16, "--long-tokens", 0, "--no-penalties", "--concurrency", 2)
 LOADED = "vllm:external_prefix_cache_hits_total"
 """Tokens of prompts whose K/V another half has computed."""
-
-
-class Answers(NamedTuple):
-    """Tokens and counts of one server, or of two halves behind a router."""
-
-    tokens: list[list[int]]
-    counts: AcceptanceStatistics
-
-    @classmethod
-    def of(cls, server: Server, metrics: str) -> Answers:
-        """Greedy answers, one after the other."""
-        before = read_acceptance(metrics)
-        tokens = server.tokens(PROMPTS, TOKENS)
-        return cls(tokens, read_acceptance(metrics).since(before))
-
-    @property
-    def told(self) -> str:
-        """Its acceptance as words."""
-        length = self.counts.acceptance_length
-        return f"{length:.4f} ({self.counts.verifications:.0f} steps, {self.counts.accepted:.0f} accepted)"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +69,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]
 def whole(servers: Fleet[Server]) -> Answers:
     """The first server's answers, asked directly, while one of the halves starts."""
     server, _ = servers["whole"].ready.result(), servers["prefill"]
-    return Answers.of(server, server.url)
+    return Answers.of(server, server.url, PROMPTS, TOKENS)
 
 
 def test_verify_and_the_doctor_look_through_vllms_router(
@@ -114,7 +93,7 @@ def test_verify_and_the_doctor_look_through_vllms_router(
         assert (told.width, told.engine) == (BLOCK, "vLLM with dflash-serve")
         assert told.observation.each is not None
         assert all((one.acceptance_length or 0) > 1 for one in told.observation.each)
-        assert Answers.of(Server(router, tmp_path), server.url) == whole
+        assert Answers.of(Server(router, tmp_path), server.url, PROMPTS, TOKENS) == whole
     servers["whole"].left.set()
 
 
@@ -130,7 +109,7 @@ def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], w
     halves = (prefill.ready.result().url, decode.ready.result().url)
     with router_of_a_vllm_pair(*halves, tmp_path / "log") as url:
         pair = Server(url, tmp_path)
-        found = Answers.of(pair, halves[1])
+        found = Answers.of(pair, halves[1], PROMPTS, TOKENS)
         seeded = [pair.complete(PROMPTS[0], TOKENS, **SEEDED)["token_ids"] for _ in range(2)]
         both = MetricsSource(url, halves).require().acceptance
     assert both.acceptance_length == read_acceptance(halves[1]).acceptance_length

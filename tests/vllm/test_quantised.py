@@ -75,7 +75,7 @@ def test_what_cpus_have_no_kernel_for_drafts_as_the_numbers_do(
 
 
 def built(folder: Path) -> Path:
-    """What `build` writes in INT8, which needs no ModelOpt."""
+    """An INT8 drafter that `build` wrote; INT8 needs no ModelOpt."""
     deployment = {"target": {"model": "smollm2"}, "drafter": {"model": "smollm2"}, "hardware": {"gpu": "none"}}
     recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps({"deployment": deployment, "build": {"drafter": ["int8"]}}))

@@ -116,8 +116,9 @@ class Drafters:
             )
             for revision, (name, one) in enumerate(zip(swap.names, counts, strict=False))
         ]
-        known = {"drafters": served, "block_size": engine.block_size, "dtype": engine.dtype}
-        return ServerInfo(served_model_name=worker.model, **known)
+        return ServerInfo(
+            served_model_name=worker.model, drafters=served, block_size=engine.block_size, dtype=engine.dtype
+        )
 
     def _of(self, worker: EngineWorker) -> DrafterSwap:
         if self._swap is None:
