@@ -26,16 +26,11 @@ from dflash_serve.checkpoint.loading import StrictLoader
 from dflash_serve.checkpoint.reader import open_checkpoint
 from tests.support import sglang_kernels, sglang_layouts, vllm_kernels, vllm_layouts
 from tests.support.draft_layouts import PUBLISHED
+from tests.support.vllm_kernels import unpacked
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # AutoAWQ's `gemm`: number i of eight stands in this place of its word
 DRAFT_PATH = "--speculative-draft-model-path"
 CHECKS = {"sglang": "dflash_sglang.plugin.draft_problems", "vllm": "dflash_vllm.plugin.model.draft_problems"}
-
-
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [a, b] -> whole numbers [a, b * 32 / bits], the lowest bits first."""
-    found: Tensor = ((words.long()[..., None] >> (torch.arange(32 // bits) * bits)) & (2**bits - 1)).flatten(1)
-    return found
 
 
 def _multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,13 +40,13 @@ def _multiply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> T
 def _settle_gptq(self: Any, layer: Any) -> None:
     """Marlin's numbers: symmetric, whatever `qzeros` says; columns by `g_idx` where the recipe orders them."""
     bits = self.quant_config.weight_bits
-    values, scale = _unpacked(layer.qweight.data.t(), bits).float() - 2 ** (bits - 1), layer.scales.data.float().t()
+    values, scale = unpacked(layer.qweight.data.t(), bits).float() - 2 ** (bits - 1), layer.scales.data.float().t()
     order = torch.arange(values.shape[1]) // (values.shape[1] // scale.shape[1])
     layer.numbers = values * scale[:, layer.g_idx.data.long() if self.quant_config.desc_act else order]
 
 
 def _settle_awq(self: Any, layer: Any) -> None:
-    whole = (_unpacked(one.data, 4) for one in (layer.qweight, layer.qzeros))
+    whole = (unpacked(one.data, 4) for one in (layer.qweight, layer.qzeros))
     values, zeros = (one.unflatten(1, (-1, 8))[..., list(AWQ)].flatten(1).t() for one in whole)
     group = values.shape[1] // zeros.shape[1]
     scale = layer.scales.data.float().t().repeat_interleave(group, 1)
@@ -61,11 +56,11 @@ def _settle_awq(self: Any, layer: Any) -> None:
 def _settle_packed(self: Any, layer: Any) -> None:
     """compressed-tensors' whole numbers, with zero points or columns by `weight_g_idx`, where it has these."""
     bits = 32 // self.pack_factor
-    values, scale = _unpacked(layer.weight_packed.data, bits).float(), layer.weight_scale.data.float()
+    values, scale = unpacked(layer.weight_packed.data, bits).float(), layer.weight_scale.data.float()
     zeros = getattr(layer, "weight_zero_point", None)
     order = torch.arange(values.shape[1]) // (values.shape[1] // scale.shape[1])
     order = layer.weight_g_idx.data.long() if self.has_g_idx else order
-    less = torch.full_like(scale, 2 ** (bits - 1)) if zeros is None else _unpacked(zeros.data.t(), bits).t()
+    less = torch.full_like(scale, 2 ** (bits - 1)) if zeros is None else unpacked(zeros.data.t(), bits).t()
     layer.numbers = (values - less[:, order]) * scale[:, order]
 
 
@@ -118,36 +113,10 @@ def _for_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.kernels import linear as kernels
-    from vllm.model_executor.kernels.linear import MPLinearKernel
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
     from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.platforms.interface import PlatformEnum
     from vllm.scalar_type import scalar_types
-
-    class WholeNumbers(MPLinearKernel):  # type: ignore[misc]
-        """W4A16 and W8A16 of GPTQ's form, and those with zero points."""
-
-        @classmethod
-        def get_min_capability(cls) -> int:
-            return -1
-
-        @classmethod
-        def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-            return True, None
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            words, scale, zeros = self._get_weight_params(layer)
-            bits = self.config.weight_type.size_bits
-            values = _unpacked(words.data.t() if words.input_dim == 0 else words.data, bits).float()
-            by_row = scale.data.float().t() if scale.output_dim == 1 else scale.data.float()
-            group = values.shape[1] // by_row.shape[1]
-            less: Tensor = torch.tensor(2.0 ** (bits - 1))
-            if self.config.zero_points:
-                less = _unpacked(zeros.data.t(), bits).t().repeat_interleave(group, 1)
-            layer.numbers = (values - less) * by_row.repeat_interleave(group, 1)
-
-        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return _multiply(self, layer, x, bias)
 
     def of_gpus(has_zp: bool | None, include_fp_type: bool = True) -> list[Any]:
         found = [] if has_zp is False else [scalar_types.uint4]
@@ -155,8 +124,6 @@ def _for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(marlin_utils, "_query_cpu_marlin_supported_quant_types", of_gpus)
     monkeypatch.setitem(kernels._POSSIBLE_MXFP8_KERNELS, PlatformEnum.CPU, [EmulationMxfp8LinearKernel])
-    known = kernels._POSSIBLE_KERNELS
-    monkeypatch.setitem(known, PlatformEnum.CPU, [WholeNumbers, *known[PlatformEnum.CPU]])
 
 
 def main() -> None:

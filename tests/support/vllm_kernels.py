@@ -21,12 +21,10 @@ CONFIGS = (("modelopt", "ModelOptFp8Config"), ("modelopt", "ModelOptNvFp4Config"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def _offset_binary(words: Tensor, bits: int) -> Tensor:
-    """int32 [out, in * bits / 32] -> whole numbers [out, in]."""
-    shifts = torch.arange(32 // bits) * bits
-    values = (words.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)
-    numbers: Tensor = (values - 2 ** (bits - 1)).reshape(len(words), -1).float()
-    return numbers
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [a, b] -> whole numbers [a, b * 32 / bits], the lowest bits first."""
+    found: Tensor = ((words.long()[..., None] >> (torch.arange(32 // bits) * bits)) & (2**bits - 1)).flatten(1)
+    return found
 
 
 def _rounded(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms.interface import PlatformEnum
 
     class WholeNumbers(MPLinearKernel):  # type: ignore[misc]
-        """W4A16 and W8A16, symmetric."""
+        """W4A16 and W8A16 of compressed-tensors, GPTQ and AWQ, with or without zero points."""
 
         @classmethod
         def get_min_capability(cls) -> int:
@@ -53,12 +51,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-            return (not c.zero_points, "has zero points")
+            return YES
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            words, scale, _ = self._get_weight_params(layer)
-            values = _offset_binary(words.data, self.config.weight_type.size_bits)
-            layer.numbers = (values.view(*scale.shape, -1) * scale.data[..., None].float()).view(values.shape)
+            words, scale, zeros = self._get_weight_params(layer)
+            bits = self.config.weight_type.size_bits
+            values = unpacked(words.data.t() if words.input_dim == 0 else words.data, bits).float()
+            by_row = scale.data.float().t() if scale.output_dim == 1 else scale.data.float()
+            group = values.shape[1] // by_row.shape[1]
+            less: Tensor = torch.tensor(2.0 ** (bits - 1))
+            if self.config.zero_points:
+                less = unpacked(zeros.data.t(), bits).t().repeat_interleave(group, 1)
+            layer.numbers = (values - less) * by_row.repeat_interleave(group, 1)
 
         def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(x, layer.numbers.to(x.dtype), bias)
