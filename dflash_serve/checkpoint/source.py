@@ -7,32 +7,40 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+from collections.abc import Callable
 from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 
-from dflash_serve.common.documents import read_json
+from dflash_serve.common.documents import CONFIG, read_json
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
 from dflash_serve.common.progress import doing
 from dflash_serve.errors import UserError, did_you_mean, first_line
 
 ALIAS = "smollm2"  # the bundled target, and its drafter
+WITH_HEAD = "smollm2-dspark"  # the same drafter with a Markov head
 CATALOGUE = Path(__file__).parents[1] / "assets" / "drafters.json"
-CHECKSUM_FILE = "model.safetensors.sha256"
+WEIGHTS, CHECKSUM_FILE = "model.safetensors", "model.safetensors.sha256"
+HOT_TOKENS = "hot_tokens.json"  # file beside a drafter's weights: the tokens that it drafts
 PROVENANCE = "provenance.json"  # file beside a drafter's weights: its training data and its acceptance
 DRAFTER_FILES = ["*.json", "*.safetensors"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Patterns of files that are fetched from the hub: never code, never pickle."""
 COPIES = "*/*.safetensors"  # Weights in folders of a repository are further copies: gpt-oss has `original/`
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
+BUNDLED_HEAD = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dspark"
+"""What the drafter with a Markov head has besides `BUNDLED_DRAFTER`; `_with_head` puts both together."""
 BUNDLED_CONFIGURATION = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
 """The bundled target's config.json alone, as `smollm2_folder` has it: to describe the target without PyTorch."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # `./x` and `~/x` are paths
 
 
 def drafter_source(name: str | Path) -> str | Path:
-    """The folder of the bundled drafter for its alias; any other name unchanged."""
+    """The folder of a bundled drafter for its alias, put together first if necessary; any other name unchanged."""
+    if str(name) == WITH_HEAD:
+        return _with_head(cache_home())
     return BUNDLED_DRAFTER if str(name) == ALIAS else name
 
 
@@ -145,14 +153,41 @@ def smollm2_folder() -> Path:
 
 @cache  # a start asks several times, and each time 0.6 GB would be read for the checksums
 def _converted(gguf: Path, home: Path) -> Path:
-    folder = home / f"smollm2-{sha256(gguf)[:16]}"
+    return _made(home / f"smollm2-{sha256(gguf)[:16]}", lambda folder: _convert(gguf, folder))
+
+
+def _made(folder: Path, make: Callable[[Path], None]) -> Path:
     if not _is_sound(folder):
         try:
-            _convert(gguf, folder)
+            make(folder)
         except OSError as error:
             where, do = str(folder), "free some space (0.6 GB), or set XDG_CACHE_HOME to another folder"
             raise UserError(f"cannot write the cache ({error.strerror})", where=where, do=do) from None
     return folder
+
+
+@cache
+def _with_head(home: Path) -> Path:
+    weights, head = BUNDLED_DRAFTER / WEIGHTS, BUNDLED_HEAD / "markov_head.safetensors"
+    return _made(home / f"{WITH_HEAD}-{sha256(weights)[:8]}{sha256(head)[:8]}", lambda folder: _add_head(head, folder))
+
+
+def _add_head(head: Path, folder: Path) -> None:
+    # The head that we ship has the rows of the hot tokens alone; engines want a row for every token. Zeros are no bias.
+    need("torch", "torch")
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    hot = torch.tensor(read_json(BUNDLED_DRAFTER / HOT_TOKENS, CONFIG))
+    entries = read_json(BUNDLED_HEAD / "config.json", CONFIG)["vocab_size"]
+    tensors = load_file(BUNDLED_DRAFTER / WEIGHTS)
+    for name, rows in load_file(head).items():
+        tensors[name] = rows.new_zeros(entries, rows.shape[1]).index_copy(0, hot, rows)
+    with whole_folder(folder) as scratch:
+        save_file(tensors, scratch / WEIGHTS, {"format": "pt"})
+        for file in (*BUNDLED_HEAD.glob("*.json"), BUNDLED_DRAFTER / HOT_TOKENS):
+            shutil.copyfile(file, scratch / file.name)
+        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / WEIGHTS))
 
 
 def _gguf() -> Path:
@@ -167,7 +202,7 @@ def _gguf() -> Path:
 
 def _is_sound(folder: Path) -> bool:
     try:
-        return (folder / CHECKSUM_FILE).read_text() == sha256(folder / "model.safetensors")
+        return (folder / CHECKSUM_FILE).read_text() == sha256(folder / WEIGHTS)
     except OSError:
         return False
 
@@ -190,7 +225,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(scratch, max_shard_size="8GB")
         tokenizer.save_pretrained(scratch)
-        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / "model.safetensors"))
+        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / WEIGHTS))
 
 
 def recorded_survival(folder: Path) -> list[float] | None:

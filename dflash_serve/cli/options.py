@@ -37,7 +37,8 @@ DeploymentFile = Annotated[Path | None, typer.Argument(metavar="DEPLOYMENT", hel
 DeploymentOption = Annotated[Path | None, typer.Option("--deployment", help=DEPLOYMENT)]
 RequiredDeploymentFile = Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help=DEPLOYMENT)]
 Target = Annotated[str | None, typer.Option(help="Target: hub id, folder, or the bundled smollm2.")]
-Drafter = Annotated[str | None, typer.Option(help="Drafter: hub id, folder, the bundled smollm2, or auto.")]
+DRAFTER = "Drafter: hub id, folder, the bundled smollm2 or smollm2-dspark (with a Markov head), or auto."
+Drafter = Annotated[str | None, typer.Option(help=DRAFTER)]
 Revision = Annotated[str | None, typer.Option(help="Commit of the drafter's hub repository.")]
 BACKEND = "Installed backend: torch (embedded), sglang, tensorrt-llm, vllm."
 Backend = Annotated[str, typer.Option("--backend", help=BACKEND)]

@@ -116,8 +116,8 @@ class Model(Frozen):
     """A model by hub id, local folder or bundled alias."""
 
     model: str
-    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair. A drafter may be `auto`: the best
-    published one for target and engine (`dflash-serve drafters`)."""
+    """Hub id (`Qwen/Qwen3-8B`), local folder, or `smollm2`, the bundled pair; `smollm2-dspark` is its drafter with a
+    Markov head. A drafter may be `auto`: the best published one for target and engine (`dflash-serve drafters`)."""
     revision: str | None = None
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"

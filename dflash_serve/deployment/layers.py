@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dflash_serve.checkpoint.source import ALIAS, HUB_ID
+from dflash_serve.checkpoint.source import ALIAS, HUB_ID, WITH_HEAD
 from dflash_serve.common.documents import read_yaml
 from dflash_serve.common.provenance import query_gpus
 from dflash_serve.common.settings import (
@@ -29,7 +29,7 @@ from dflash_serve.errors import UserError
 
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
 AUTO = "auto"
-NAMES = (AUTO, ALIAS)  # Models that are no folder, even where there is one of that name
+NAMES = (AUTO, ALIAS, WITH_HEAD)  # Models that are no folder, even where there is one of that name
 COMMAND_LINE = "command line"
 
 

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from dflash_serve.checkpoint.config import PLAIN_DRAFTER, DrafterConfig
+from dflash_serve.checkpoint.source import HOT_TOKENS
 from dflash_serve.common.documents import CONFIG, read_bytes
 from dflash_serve.common.files import write_whole
 from dflash_serve.errors import UserError
@@ -365,9 +366,6 @@ class Walk:
         """The best allowed token after a draft of one block: `SlotFilter.fill`'s `choose`."""
         previous = torch.tensor([draft[-1] if draft else anchor], device=self.hidden.device)
         return int(self.choose(len(draft), previous, allowed.to(self.hidden.device)))
-
-
-HOT_TOKENS = "hot_tokens.json"
 
 
 def takes_hot_tokens(config: DrafterConfig) -> bool:

@@ -201,7 +201,7 @@ class SlotLoss:
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().requires_grad_()
+    return None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _rows(tensor: Tensor | None, own: slice) -> Tensor | None:

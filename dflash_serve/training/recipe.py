@@ -181,6 +181,9 @@ class TrainingSection(Frozen):
     is the cross-entropy of the answer's tokens (DSpark: 0.9). Costs the target's last layers and another product with
     its head. A confidence head then learns the probability that a sampled draft is accepted, 1 - sum |q - p| / 2, as
     DSpark's does; without soft labels it learns if the likeliest token is the answer's."""
+    heads_only: bool = Field(default=False, exclude_if=operator.not_)
+    """Train Markov and confidence head alone: the other weights stay those of the drafter that the training begins
+    with."""
     confidence_weight: Positive = 1.0
     """Weight of the confidence head's loss relative to that of the slots."""
     reduced_vocabulary: bool = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_serve import LLM, SamplingParams
-from dflash_serve.checkpoint.source import target_folder
+from dflash_serve.checkpoint.source import WITH_HEAD, target_folder
 from dflash_serve.common.store import Store
 from dflash_serve.models import layers
 from dflash_serve.speculation.policy import FixedWidth
@@ -91,6 +91,20 @@ def test_greedy_answers_are_the_same_token_for_token(
     outputs = llm.generate([prompts[n] for n in chosen(width)], GREEDY)
     assert [output.token_ids for output in outputs] == list(plain(width).values())
     assert (total(output.statistics for output in outputs).steps or 0) < sum(len(a) - 1 for a in plain(width).values())
+
+
+def test_the_trained_head_changes_no_token_and_saves_steps(
+    llm: LLM, scheduler: Scheduler, prompts: Answers, plain: Plain
+) -> None:
+    numbers = chosen(8)[:8]
+    asked = [prompts[n] for n in numbers]
+    scheduler.policy = FixedWidth(8)
+    without = llm.generate(asked, GREEDY)
+    other = LLM("smollm2", WITH_HEAD, width=8, dtype="float32", max_model_len=1024, max_batch_size=BATCH)
+    outputs = other.generate(asked, GREEDY)
+    assert [output.token_ids for output in outputs] == [plain(8)[n] for n in numbers]
+    steps, steps_without = (total(output.statistics for output in each).steps or 0 for each in (outputs, without))
+    assert steps < steps_without
 
 
 def test_a_seeded_sample_is_the_same_with_any_width_and_neighbours(

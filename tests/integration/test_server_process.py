@@ -241,13 +241,14 @@ def test_the_bundled_target_without_its_extra_is_one_line(tmp_path: Path, monkey
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_disk_without_room_for_the_converted_target_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("make", ["_convert", "_add_head"])
+def test_a_disk_without_room_for_the_bundled_models_is_one_line(
+    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(source, "_convert", full)
+    monkeypatch.setattr(source, make, full)
     with pytest.raises(UserError, match=r"No space left on device.*free some space"):
-        source.smollm2_folder()
+        source.smollm2_folder() if make == "_convert" else source.drafter_source(source.WITH_HEAD)
 
 
 def test_a_disk_without_room_for_the_cost_table_costs_one_line_and_no_more(

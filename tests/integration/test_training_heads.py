@@ -150,3 +150,15 @@ def test_anchor_first_slots_are_trained_from_the_target(ground: Ground, tmp_path
     raw = json.loads((tmp_path / "out/drafter/config.json").read_text())
     assert (raw["sample_from_anchor"], raw["block_size"]) == (True, 3)  # DeepSpec's gamma
     drafts_losslessly(ground, tmp_path / "out/drafter")
+
+
+def test_heads_alone_are_trained_on_a_backbone_that_stays_as_it_is(ground: Ground, tmp_path: Path) -> None:
+    heads = {"markov": {"kind": "vanilla", "rank": 8}}
+    train(recipe(ground, heads, ground.backbone, heads_only=True), tmp_path / "out")
+    before, after = (
+        load_file(Path(folder) / "model.safetensors") for folder in (ground.backbone, tmp_path / "out/drafter")
+    )
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert after["markov_head.markov_w2.weight"].any()
+    with pytest.raises(UserError, match=r"training.heads_only: the drafter has neither a Markov nor a confidence head"):
+        run(recipe(ground, {}, ground.backbone, heads_only=True), tmp_path / "other", quiet=True)

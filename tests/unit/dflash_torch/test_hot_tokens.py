@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dflash_serve import SamplingParams
+from dflash_serve.checkpoint.source import HOT_TOKENS
 from dflash_serve.errors import UserError
-from dflash_serve.models.drafter import HOT_TOKENS, HotHead, read_hot_tokens, write_hot_tokens
+from dflash_serve.models.drafter import HotHead, read_hot_tokens, write_hot_tokens
 from dflash_serve.models.layers import pack_linear
 from dflash_serve.models.loader import load_drafter
 from dflash_torch.engine import EmbeddedEngine
