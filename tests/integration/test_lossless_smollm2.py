@@ -93,6 +93,7 @@ def test_greedy_answers_are_the_same_token_for_token(
     assert (total(output.statistics for output in outputs).steps or 0) < sum(len(a) - 1 for a in plain(width).values())
 
 
+@pytest.mark.thorough
 def test_the_trained_head_changes_no_token_and_saves_steps(
     llm: LLM, scheduler: Scheduler, prompts: Answers, plain: Plain
 ) -> None:
