@@ -13,6 +13,7 @@ from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 
+from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.common.documents import CONFIG, read_json
 from dflash_serve.common.extras import need
 from dflash_serve.common.files import cache_home, sha256, whole_folder, write_whole
@@ -22,7 +23,7 @@ from dflash_serve.errors import UserError, did_you_mean, first_line
 ALIAS = "smollm2"  # the bundled target, and its drafter
 WITH_HEAD = "smollm2-dspark"  # the same drafter with a Markov head
 CATALOGUE = Path(__file__).parents[1] / "assets" / "drafters.json"
-WEIGHTS, CHECKSUM_FILE = "model.safetensors", "model.safetensors.sha256"
+CHECKSUM_FILE = "model.safetensors.sha256"
 HOT_TOKENS = "hot_tokens.json"  # file beside a drafter's weights: the tokens that it drafts
 PROVENANCE = "provenance.json"  # file beside a drafter's weights: its training data and its acceptance
 DRAFTER_FILES = ["*.json", "*.safetensors"]
@@ -31,7 +32,7 @@ TARGET_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 COPIES = "*/*.safetensors"  # Weights in folders of a repository are further copies: gpt-oss has `original/`
 BUNDLED_DRAFTER = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dflash"
 BUNDLED_HEAD = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct-dspark"
-"""What the drafter with a Markov head has besides `BUNDLED_DRAFTER`; `_with_head` puts both together."""
+"""The Markov head of `WITH_HEAD` and its config.json; `_add_head` writes a folder of them and of `BUNDLED_DRAFTER`."""
 BUNDLED_CONFIGURATION = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
 """The bundled target's config.json alone, as `smollm2_folder` has it: to describe the target without PyTorch."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # `./x` and `~/x` are paths
@@ -168,7 +169,7 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
 
 @cache
 def _with_head(home: Path) -> Path:
-    weights, head = BUNDLED_DRAFTER / WEIGHTS, BUNDLED_HEAD / "markov_head.safetensors"
+    weights, head = BUNDLED_DRAFTER / SINGLE, BUNDLED_HEAD / "markov_head.safetensors"
     return _made(home / f"{WITH_HEAD}-{sha256(weights)[:8]}{sha256(head)[:8]}", lambda folder: _add_head(head, folder))
 
 
@@ -180,14 +181,14 @@ def _add_head(head: Path, folder: Path) -> None:
 
     hot = torch.tensor(read_json(BUNDLED_DRAFTER / HOT_TOKENS, CONFIG))
     entries = read_json(BUNDLED_HEAD / "config.json", CONFIG)["vocab_size"]
-    tensors = load_file(BUNDLED_DRAFTER / WEIGHTS)
+    tensors = load_file(BUNDLED_DRAFTER / SINGLE)
     for name, rows in load_file(head).items():
         tensors[name] = rows.new_zeros(entries, rows.shape[1]).index_copy(0, hot, rows)
     with whole_folder(folder) as scratch:
-        save_file(tensors, scratch / WEIGHTS, {"format": "pt"})
+        save_file(tensors, scratch / SINGLE, {"format": "pt"})
         for file in (*BUNDLED_HEAD.glob("*.json"), BUNDLED_DRAFTER / HOT_TOKENS):
             shutil.copyfile(file, scratch / file.name)
-        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / WEIGHTS))
+        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / SINGLE))
 
 
 def _gguf() -> Path:
@@ -202,7 +203,7 @@ def _gguf() -> Path:
 
 def _is_sound(folder: Path) -> bool:
     try:
-        return (folder / CHECKSUM_FILE).read_text() == sha256(folder / WEIGHTS)
+        return (folder / CHECKSUM_FILE).read_text() == sha256(folder / SINGLE)
     except OSError:
         return False
 
@@ -225,7 +226,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(scratch, max_shard_size="8GB")
         tokenizer.save_pretrained(scratch)
-        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / WEIGHTS))
+        (scratch / CHECKSUM_FILE).write_text(sha256(scratch / SINGLE))
 
 
 def recorded_survival(folder: Path) -> list[float] | None:

@@ -168,7 +168,7 @@ class Trainer:
         processes: each trains on its share of a step's sequences; the first one validates and writes.
 
     Raises:
-        UserError: more processes than sequences in a step, or no head where heads alone are trained.
+        UserError: more processes than sequences in a step.
     """
 
     def __init__(
@@ -187,9 +187,6 @@ class Trainer:
         if recipe.training.heads_only:
             for name, weight in drafter.named_parameters():
                 weight.requires_grad_(name.startswith(HEADS))
-            if not any(weight.requires_grad for weight in drafter.parameters()):
-                what = "the drafter has neither a Markov nor a confidence head"
-                raise UserError(what, where="training.heads_only", do="give the recipe drafter.markov")
         self.processes = processes
         self.recipe, self.settings = recipe, recipe.training
         self.target, self.drafter, self.output = target, drafter, output

@@ -18,33 +18,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.vllm_layouts import ENVIRONMENT
+from tests.support.vllm_layouts import ENVIRONMENT, draft_class
 
 
 def built(target: str, draft: str) -> Any:
     """The class of a draft in float32 with its weights, and with the target's embedding as its head."""
-    from vllm.config import ModelConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
-    from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.utils.network_utils import get_open_port
 
-    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512}
-    config = EngineArgs(target, dtype="float32", enforce_eager=True, **sizes).create_engine_config()
-    own = ModelConfig(draft, dtype="float32", enforce_eager=True, max_model_len=256)
-    settings = {"draft_load_config": None, "enable_adaptive_verification": False}
-    config.speculative_config = SimpleNamespace(draft_model_config=own, **settings)  # V2 wants a GPU
-    with set_current_vllm_config(config), torch.device("cpu"):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        (architecture,) = own.architectures
-        model = ModelRegistry._try_load_model_cls(architecture)(vllm_config=config)
-        model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(own, model))
-        embedding = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"]
-        model.lm_head.weight.data[: len(embedding)] = embedding
-        process_weights_after_loading(model, own, torch.device("cpu"))
+    model, own = draft_class(target, draft, "float32")
+    embedding = load_file(f"{target}/model.safetensors")["model.embed_tokens.weight"]
+    model.lm_head.weight.data[: len(embedding)] = embedding
+    process_weights_after_loading(model, own, torch.device("cpu"))
     return model
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.vllm_layouts import ENVIRONMENT
+from tests.support.vllm_layouts import ENVIRONMENT, draft_class
 
 
 class NoAttention:
@@ -47,30 +47,13 @@ def expected(numbers: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 def main() -> None:
     """Builds the class of a draft with vLLM's own configuration and loader."""
     os.environ.update(ENVIRONMENT)
-    from vllm.config import ModelConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.models.kimi_k3.nvidia import mla
-    from vllm.utils.network_utils import get_open_port
 
     target, draft = sys.argv[1:]
     patch = pytest.MonkeyPatch()
     patch.setattr(mla, "get_attn_backend", lambda *_, **__: SimpleNamespace(get_impl_cls=lambda: NoAttention))
     patch.setattr(mla, "get_mla_prefill_backend", lambda _: NoAttention)
-    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512}
-    config = EngineArgs(target, dtype="bfloat16", enforce_eager=True, **sizes).create_engine_config()
-    own = ModelConfig(draft, dtype="bfloat16", enforce_eager=True, max_model_len=256)
-    config.speculative_config = SimpleNamespace(draft_model_config=own, draft_load_config=None)  # V2 wants a GPU
-    with set_current_vllm_config(config), torch.device("cpu"):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        (architecture,) = own.architectures
-        torch.set_default_dtype(torch.bfloat16)
-        model = ModelRegistry._try_load_model_cls(architecture)(vllm_config=config)
-        loader = DefaultModelLoader(config.load_config)
-        model.load_weights(loader.get_all_weights(own, model))
+    model, own = draft_class(target, draft, "bfloat16")
     numbers, parameters = load_file(f"{draft}/model.safetensors"), dict(model.named_parameters())
     wanted = expected(numbers, own.hf_config.num_hidden_layers)
     # A vocabulary is padded to a multiple of 64.

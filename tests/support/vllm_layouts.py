@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,30 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+
+def draft_class(target: str, draft: str, dtype: str) -> tuple[Any, Any]:
+    """vLLM's own class of a draft with its weights, on a CPU, and its configuration; for drafts of the GPU runner."""
+    from vllm.config import ModelConfig, set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.utils.network_utils import get_open_port
+
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    config = EngineArgs(target, dtype=dtype, enforce_eager=True, **sizes).create_engine_config()
+    own = ModelConfig(draft, dtype=dtype, enforce_eager=True, max_model_len=256)
+    settings = {"draft_load_config": None, "enable_adaptive_verification": False}
+    config.speculative_config = SimpleNamespace(draft_model_config=own, **settings)  # V2 wants a GPU
+    with set_current_vllm_config(config), torch.device("cpu"):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        (architecture,) = own.architectures
+        torch.set_default_dtype(getattr(torch, dtype))
+        model = ModelRegistry._try_load_model_cls(architecture)(vllm_config=config)
+        model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(own, model))
+    return model, own
 
 
 def made(target: str, draft: Path, began: list[bool], dtype: str = "bfloat16") -> dict[str, Any]:

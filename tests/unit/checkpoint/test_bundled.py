@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dflash_serve.checkpoint import source
+from dflash_serve.checkpoint.files import SINGLE
 from dflash_serve.checkpoint.reader import load_tensors, open_checkpoint
 from dflash_serve.models.drafter import read_hot_tokens
 
@@ -34,7 +35,7 @@ def test_it_is_the_plain_drafter_and_a_head_whose_biases_are_those_of_hot_tokens
 
 
 def test_a_broken_copy_is_made_anew(folder: Path) -> None:
-    (folder / source.WEIGHTS).write_bytes(b"cut off")
+    (folder / SINGLE).write_bytes(b"cut off")
     source._with_head.cache_clear()
     assert source.drafter_source(source.WITH_HEAD) == folder
     assert open_checkpoint(folder).problems == []
