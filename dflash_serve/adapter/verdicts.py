@@ -9,6 +9,8 @@ from dflash_serve.adapter.protocol import Backend
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogued_target
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.source import ALIAS, target_described
+from dflash_serve.checkpoint.target import read_target_shape
 from dflash_serve.errors import Problem
 
 PLAIN = ("bf16", "fp16", "fp32")
@@ -101,16 +103,22 @@ def _of_problem(problem: Problem) -> EngineVerdict:
     return EngineVerdict(verdict="refused", why=problem.what)
 
 
+def target_family(drafter: CataloguedDrafter) -> str | None:
+    """`model_type` of the target that a catalogued drafter is for; None = it is not known."""
+    if drafter.target == ALIAS:
+        return read_target_shape(target_described(ALIAS)).model_type
+    return known.family if (known := catalogued_target(drafter.target)) else None
+
+
 def verdict(backend: Backend, drafter: CataloguedDrafter) -> EngineVerdict:
     """The verdict of an installed backend: the row's, unless the installed release lacks what newer ones serve."""
-    family = known.family if (known := catalogued_target(drafter.target)) else None
     here = rule(
         backend,
         heads=drafter.heads,
         weights=drafter.weights,
         layout=drafter.layout,
         unread=drafter.unread,
-        family=family,
+        family=target_family(drafter),
     )
     row = drafter.engines.get(backend.name)
     return here if row is None or (row.verdict == "served" and here.verdict in ("refused", "after convert")) else row

@@ -154,15 +154,15 @@ def smollm2_folder() -> Path:
 
 @cache  # a start asks several times, and each time 0.6 GB would be read for the checksums
 def _converted(gguf: Path, home: Path) -> Path:
-    return _made(home / f"smollm2-{sha256(gguf)[:16]}", lambda folder: _convert(gguf, folder))
+    return _made(home / f"smollm2-{sha256(gguf)[:16]}", "0.6 GB", lambda folder: _convert(gguf, folder))
 
 
-def _made(folder: Path, make: Callable[[Path], None]) -> Path:
+def _made(folder: Path, size: str, make: Callable[[Path], None]) -> Path:
     if not _is_sound(folder):
         try:
             make(folder)
         except OSError as error:
-            where, do = str(folder), "free some space (0.6 GB), or set XDG_CACHE_HOME to another folder"
+            where, do = str(folder), f"free some space ({size}), or set XDG_CACHE_HOME to another folder"
             raise UserError(f"cannot write the cache ({error.strerror})", where=where, do=do) from None
     return folder
 
@@ -170,7 +170,8 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
 @cache
 def _with_head(home: Path) -> Path:
     weights, head = BUNDLED_DRAFTER / SINGLE, BUNDLED_HEAD / "markov_head.safetensors"
-    return _made(home / f"{WITH_HEAD}-{sha256(weights)[:8]}{sha256(head)[:8]}", lambda folder: _add_head(head, folder))
+    folder = home / f"{WITH_HEAD}-{sha256(weights)[:8]}{sha256(head)[:8]}"
+    return _made(folder, "30 MB", lambda folder: _add_head(head, folder))
 
 
 def _add_head(head: Path, folder: Path) -> None:

@@ -30,6 +30,9 @@ ROUTER = "/engine_metrics"
 sglang-router 0.3.2 writes `_` for `:` in their names, smg 1.13.0 leaves them as they are."""
 LISTED = "/workers"
 """Page of a router's workers as JSON. The /metrics of vLLM's router 0.1.17 is that of one of them."""
+PICKED = "x-went-into-resp-headers"
+"""Header that an endpoint picker of the Gateway API inference extension (llm-d's gateway) sets in every answer. It
+sends a request without a body to any of its servers: a page is that of one server, and of another the next time."""
 WORKER = re.compile(r'worker_addr="([^"]*)"')
 PAGES = ("/prometheus/metrics", ROUTER, "/metrics")  # An address of metrics may be that of the page
 
@@ -156,7 +159,7 @@ class MetricsSource:
         if self.workers:
             return ServerReading.of_workers({base: _read(worker) for base, worker in self.workers.items()})
         found = _read(self._own)
-        shown_alone = found.engine is not None and found.workers is None and len(self._listed) > 1
+        shown_alone = found.engine is not None and found.workers is None and (len(self._listed) > 1 or self._is_picked)
         return ServerReading.unknown() if shown_alone else found
 
     @cached_property
@@ -166,6 +169,12 @@ class MetricsSource:
             listed = json.loads(self._own.text(LISTED) or "{}").get("workers")
             return tuple(dict.fromkeys(str(one["url"]).split("@")[0] for one in listed or ()))
         return ()
+
+    @cached_property
+    def _is_picked(self) -> bool:
+        with suppress(RefusedError):
+            return self._own.has_header("/v1/models", PICKED)  # TensorRT-LLM empties /metrics when it is read
+        return False
 
     @property
     def shows_none(self) -> bool:
@@ -192,6 +201,9 @@ class MetricsSource:
             raise UserError(
                 f"it does not show the metrics of all its {len(self._listed)} workers", where=self.url, do=do
             )
+        if missing and not self.workers and self._is_picked:
+            what = "it is a gateway that picks one of its servers for each request, and so for each page of metrics"
+            raise UserError(what, where=self.url, do=f"give {option} for each of its servers")
         if missing:
             do = "start it with its metrics (SGLang: --enable-metrics); behind a router or a frontend, give "
             do += f"{option} for each worker (Dynamo: http://worker:DYN_SYSTEM_PORT)"

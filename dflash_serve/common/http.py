@@ -131,6 +131,15 @@ class Connection:
                 return None
             raise
 
+    def has_header(self, path: str, name: str) -> bool:
+        """True if the answer to a page has a header.
+
+        Raises:
+            UserError: as for `text`.
+            RefusedError: as for `text`, or the server has no such page.
+        """
+        return name in self._send("GET", path, None).headers
+
     @cached_property
     def _client(self) -> httpx.Client:
         import httpx

@@ -207,9 +207,13 @@ def check_recipe(recipe: TrainingRecipe, folder: Path) -> DrafterConfig:
     """
     section, target = recipe.drafter, read_sizes(folder)
     wanted = drafter_config(section, target)
-    if recipe.training.heads_only and wanted.markov is None and wanted.confidence is None:
-        what = "the drafter has neither a Markov nor a confidence head"
-        raise UserError(what, where="training.heads_only", do="give the recipe drafter.markov")
+    if recipe.training.heads_only:
+        if wanted.markov is None and wanted.confidence is None:
+            what = "the drafter has neither a Markov nor a confidence head"
+            raise UserError(what, where="training.heads_only", do="give the recipe drafter.markov")
+        if section.init in FRESH:
+            what = f"with drafter.init: {section.init} the rest of the drafter would stay untrained"
+            raise UserError(what, where="training.heads_only", do="set drafter.init to a trained drafter")
     family = other_family(folder)
     if family is not None and recipe.data.answers.server is None:
         what = f"the embedded engine does not run model_type {family!r}, so it cannot answer"

@@ -18,6 +18,7 @@ from dflash_serve.verify.report import VerifyReport
 from tests.support.command_line import call
 from tests.support.copying import write_copying_pair
 from tests.support.embedded import tiny_engine
+from tests.support.inference_gateway import running_gateway
 from tests.support.serving import MODEL, running
 from tests.support.sglang_router import SGLANG, SMG, VLLM, running_router
 
@@ -25,6 +26,8 @@ BLOCK, USERS = 4, 8
 TEXTS = ("where is the fox", "who sees the moon", "how cold is the snow", "why does it rain")
 OWN_PAGE = (SGLANG, SMG)
 """Routers with a page of their workers' metrics."""
+GATEWAY = "gateway"
+"""The real Envoy, with an endpoint picker."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Place:
         return () if self.package in OWN_PAGE else own
 
 
-ROUTERS = [SGLANG, *(pytest.param(one, marks=pytest.mark.thorough) for one in (SMG, VLLM))]
+ROUTERS = [SGLANG, *(pytest.param(one, marks=pytest.mark.thorough) for one in (SMG, VLLM, GATEWAY))]
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
@@ -59,7 +62,10 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ExitStack() as stack:
         engines = [tiny_engine(pair, width=width, max_batch_size=USERS) for width in (BLOCK, BLOCK, 1)]
         first, second, plain = (stack.enter_context(running(engine, queue=64)).url for engine in engines)
-        router = running_router([first, second], folder / "log", package=request.param)
+        if request.param == GATEWAY:
+            router = running_gateway([first, second], folder)
+        else:
+            router = running_router([first, second], folder / "log", package=request.param)
         yield Place(folder, request.param, stack.enter_context(router), (first, second), plain)
 
 
@@ -88,6 +94,20 @@ def test_the_router_joins_the_metrics_of_its_workers_though_one_was_never_asked(
     assert seen.engine == "dflash-serve"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", [GATEWAY], indirect=True)
+def test_a_page_that_the_gateway_takes_of_any_server_is_not_taken_for_all_of_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read_server(place.router).engine is None
+    assert call(monkeypatch, "top", "--url", place.router, "--once") == 2
+    told = capsys.readouterr().err
+    assert "it is a gateway that picks one of its servers for each request" in told
+    assert "give --metrics-url for each of its servers" in told
+    assert call(monkeypatch, "top", "--url", place.router, *place.metrics, "--once", "--interval", 0.1, "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)["workers"]) == set(place.workers)
+
+
 def test_verify_passes_through_the_router(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     report = place.folder / "verify.json"
     sides = ("--url", place.router, "--without-url", place.plain, *place.metrics)
@@ -112,7 +132,6 @@ def test_the_doctor_finds_the_servers_healthy_through_the_router(
 
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
-@pytest.mark.parametrize("place", [SGLANG], indirect=True)
 def test_certify_gives_a_verdict_on_servers_behind_the_router(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """It verifies them, and benches them by aiperf."""
     sides = ("--url", place.router, "--without-url", place.plain, *place.metrics)

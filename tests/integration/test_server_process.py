@@ -247,7 +247,8 @@ def test_a_disk_without_room_for_the_bundled_models_is_one_line(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(source, make, full)
-    with pytest.raises(UserError, match=r"No space left on device.*free some space"):
+    size = {"_convert": "0.6 GB", "_add_head": "30 MB"}[make]
+    with pytest.raises(UserError, match=rf"No space left on device.*free some space \({size}\)"):
         source.smollm2_folder() if make == "_convert" else source.drafter_source(source.WITH_HEAD)
 
 

@@ -162,3 +162,5 @@ def test_heads_alone_are_trained_on_a_backbone_that_stays_as_it_is(ground: Groun
     assert after["markov_head.markov_w2.weight"].any()
     with pytest.raises(UserError, match=r"training.heads_only: the drafter has neither a Markov nor a confidence head"):
         run(recipe(ground, {}, ground.backbone, heads_only=True), tmp_path / "other", quiet=True)
+    with pytest.raises(UserError, match=r"with drafter.init: target the rest of the drafter would stay untrained"):
+        run(recipe(ground, heads, heads_only=True), tmp_path / "other", quiet=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,21 +21,24 @@ from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.common.processes import free_port, running
 from dflash_serve.common.prometheus import Samples
 from dflash_serve.common.store import Store
+from dflash_serve.deployment.description import Deployment
 from dflash_serve.doctor.evidence import interview
 from dflash_serve.models.loader import load_tokenizer
 from dflash_serve.speculation.statistics import total
 from dflash_serve.verify.questions import VerifyPlan
 from dflash_serve.verify.subjects import two_servers
 from dflash_serve.verify.verification import Verification
+from tests.support.children import gigabytes, kill
 from tests.support.dynamo_servers import (
     DynamoWorker,
+    dynamo_half,
     running_frontend,
     serving_dynamo,
     wait_for_workers,
 )
-from tests.support.fleet import Fleet, fleet
+from tests.support.fleet import fleet
 from tests.support.prompts import word_problems
-from tests.support.sglang_server import PATIENCE, Server, gigabytes, kill, smollm2
+from tests.support.sglang_server import PATIENCE, Server, smollm2
 
 pytestmark = [
     pytest.mark.model,
@@ -63,9 +66,10 @@ class Dynamo(NamedTuple):
 
 
 @contextmanager
-def running_dynamo(folder: Path, workers: Fleet[Server]) -> Iterator[Dynamo]:
-    with running_frontend(folder / "store", folder) as url:
-        servers = [workers[name].ready.result() for name in ("first", "second")]
+def running_dynamo(folder: Path, wanted: Mapping[str, tuple[Deployment, DynamoWorker]]) -> Iterator[Dynamo]:
+    """Dynamo before these workers; `folder/store` is where they meet."""
+    with fleet(serving_dynamo, folder, wanted) as workers, running_frontend(folder / "store", folder) as url:
+        servers = [workers[name].ready.result() for name in wanted]
         wait_for_workers(url, len(servers))
         yield Dynamo(Endpoint(url, metrics_urls=tuple(one.url for one in servers)), servers)
 
@@ -76,11 +80,15 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
     store = folder / "store"
     store.mkdir()
     wanted = {name: (smollm2(8), DynamoWorker(store, "smollm2")) for name in ("first", "second")}
-    with fleet(serving_dynamo, folder, wanted) as workers, running_dynamo(folder, workers) as found:
+    with running_dynamo(folder, wanted) as found:
         yield found
 
 
 def test_dynamo_answers_and_accepts_as_one_engine_does(dynamo: Dynamo) -> None:
+    _is_as_one_engine(dynamo, "two workers")
+
+
+def _is_as_one_engine(dynamo: Dynamo, told: str) -> None:
     before = dynamo.frontend.metrics.require()
     answers = [dynamo.frontend.complete(chat, GREEDY) for chat in CHATS]
     after = dynamo.frontend.metrics.read()
@@ -96,7 +104,7 @@ def test_dynamo_answers_and_accepts_as_one_engine_does(dynamo: Dynamo) -> None:
     whole = llm.generate(prompts, GREEDY)
     assert [answer.text for answer in answers] == [output.text for output in whole]
     reference = total(output.statistics for output in whole)
-    print(f"Dynamo, two workers: {memory:.1f} GB, acceptance {found.acceptance_length}; {reference.acceptance_length}")
+    print(f"Dynamo, {told}: {memory:.1f} GB, acceptance {found.acceptance_length}; {reference.acceptance_length}")
     assert found.acceptance_length == pytest.approx(reference.acceptance_length, rel=0.02)
     assert None not in found.survival(), "slots are counted, too"
 
@@ -138,3 +146,16 @@ def _busy(workers: list[Server]) -> Server:
             if worker.metric("sglang:num_running_reqs"):
                 return worker
     raise AssertionError("no worker has a stream")
+
+
+def test_a_pair_behind_dynamo_answers_and_accepts_as_one_engine_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Its frontend asks the prefill half and hands the prompt on to the decode half."""
+    folder, meeting = tmp_path_factory.mktemp("pair"), free_port()
+    store = folder / "store"
+    store.mkdir()
+    wanted = {role: dynamo_half(smollm2(8), role, meeting, store) for role in ("prefill", "decode")}
+    with running_dynamo(folder, wanted) as pair:
+        _is_as_one_engine(pair, "a pair")
+        prefill, decode = pair.workers
+        assert prefill.metric("sglang:prompt_tokens_total") > 0
+        assert decode.metric("sglang:generation_tokens_total") > 0

@@ -24,12 +24,13 @@ from dflash_serve.client.metrics import MetricsSource, read_acceptance
 from dflash_serve.common.processes import free_port
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
+from tests.support.children import gigabytes, kill
 from tests.support.counted_answers import Answers
 from tests.support.fleet import Fleet, ahead, fleet
 from tests.support.prompts import word_problems
 from tests.support.sglang_pair import half
 from tests.support.sglang_router import router_of_a_pair, running_router
-from tests.support.sglang_server import FORKED, OnCpu, Server, gigabytes, kill, serving, smollm2
+from tests.support.sglang_server import FORKED, OnCpu, Server, serving, smollm2
 
 pytestmark = [
     pytest.mark.model,

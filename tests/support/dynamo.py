@@ -11,10 +11,9 @@ import asyncio
 import json
 import os
 import sys
-import zipfile
 from pathlib import Path
 
-from tests.support.pinned_wheels import PinnedWheel, kept
+from tests.support.pinned_wheels import PinnedWheel, unpacked
 
 ROOT = Path(__file__).parents[2]
 DYNAMO = PinnedWheel("ai-dynamo", "1.6.1", "83f768730104cbbc84029bf436025706632735173933adbb650b99c746517b70")
@@ -38,22 +37,13 @@ MODULES = (
 
 def dynamo_folders() -> tuple[Path, Path]:
     """The two folders that are one package, fetched if they are not there yet."""
-    first, second = map(_folder, (DYNAMO, RUNTIME))
+    first, second = map(unpacked, (DYNAMO, RUNTIME))
     return first, second
 
 
 def worker_folders() -> tuple[Path, ...]:
     """`dynamo_folders`, and those of the modules that a worker imports besides."""
-    return (*dynamo_folders(), *map(_folder, MODULES))
-
-
-def _folder(wheel: PinnedWheel) -> Path:
-    return kept(f"{wheel.package}-{wheel.version}", wheel, _unpack)
-
-
-def _unpack(wheel: Path, folder: Path) -> None:
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(folder)
+    return (*dynamo_folders(), *map(unpacked, MODULES))
 
 
 def _parsed(words: list[str]) -> dict[str, object]:

@@ -8,7 +8,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from dflash_serve.common.processes import free_port, running
 from dflash_serve.deployment.description import Deployment
 
 from .dynamo import ROOT, worker_folders
+from .nixl import nixl_folders
+from .sglang_pair import half
 from .sglang_server import FORKED, PATIENCE, OnCpu, Server
 
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
@@ -33,13 +35,29 @@ def environment(store: Path) -> dict[str, str]:
 
 
 class DynamoWorker(OnCpu):
-    """The words of `serve`, which Dynamo's worker takes in the place of SGLang's own server."""
+    """The words of `serve`, which Dynamo's worker takes in the place of SGLang's own server.
 
-    def __init__(self, store: Path, model: str) -> None:
+    Args:
+        modules: folders of Python modules that it needs besides.
+    """
+
+    def __init__(self, store: Path, model: str, modules: Sequence[str] = ()) -> None:
         self.system_port, events = _low_port(), {"publisher": "zmq", "topic": "kv-events"}
         told = json.dumps({**events, "endpoint": f"tcp://127.0.0.1:{free_port()}"})
         more = ("--served-model-name", model, *PLANES, "--page-size", str(PAGE), "--kv-events-config", told)
-        super().__init__(*more, env={**FORKED, **environment(store), "DYN_SYSTEM_PORT": str(self.system_port)})
+        env = {**FORKED, **environment(store), "DYN_SYSTEM_PORT": str(self.system_port)}
+        env["PYTHONPATH"] = os.pathsep.join([*modules, env["PYTHONPATH"]])
+        super().__init__(*more, env=env)
+
+
+def dynamo_half(deployment: Deployment, role: str, meeting: int, store: Path) -> tuple[Deployment, DynamoWorker]:
+    """A worker for `fleet` that is one half of a pair.
+
+    Args:
+        meeting: port where the halves meet.
+    """
+    described, _ = half(deployment, role, meeting)
+    return described, DynamoWorker(store, "smollm2", nixl_folders())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,16 @@ def kept(name: str, wheel: PinnedWheel, unpack: Callable[[Path, Path], None]) ->
             if not folder.is_dir():  # else another process was faster
                 raise
     return folder
+
+
+def unpacked(wheel: PinnedWheel) -> Path:
+    """The folder with all files of a wheel."""
+
+    def unpack(file: Path, folder: Path) -> None:
+        with zipfile.ZipFile(file) as opened:
+            opened.extractall(folder)
+
+    return kept(f"{wheel.package}-{wheel.version}", wheel, unpack)
 
 
 def _download(wheel: PinnedWheel, folder: Path) -> Path:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 
 from dflash_serve.common.processes import free_port
 
-from .pinned_wheels import PinnedWheel, kept
+from .pinned_wheels import PinnedWheel, unpacked
 
 SGLANG, SMG, VLLM = "sglang_router", "smg", "vllm_router"
 """Their Python packages."""
@@ -91,9 +90,7 @@ def router_of_a_vllm_pair(prefill: str, decode: str, log: Path) -> Iterator[str]
 def _running(words: list[str], workers: int, log: Path, package: str) -> Iterator[str]:
     if (sys.platform, os.uname().machine) != MACHINE:
         pytest.skip("the router's wheel is for Linux on x86-64")
-    wheel = WHEELS[package]
-    folder = kept(f"{wheel.package}-{wheel.version}", wheel, lambda file, out: zipfile.ZipFile(file).extractall(out))
-    port, env = free_port(), {**os.environ, "PYTHONPATH": str(folder)}
+    port, env = free_port(), {**os.environ, "PYTHONPATH": str(unpacked(WHEELS[package]))}
     ports = ["--port", str(port), "--prometheus-port", str(free_port())]
     hosts = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
     command = [sys.executable, "-c", LAUNCH, package, *ports, *hosts, *words]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import time
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dflash_serve.adapter.launch import running_server
@@ -28,6 +25,7 @@ from dflash_serve.errors import UserError
 from dflash_sglang import SGLangBackend
 from dflash_sglang.facts import FACTS
 from dflash_sglang.launch import SGLangLaunch
+from tests.support.children import settled
 from tests.support.tiny import tiny_drafter_config
 from tests.support.tiny_target import SPECIALS, write_tiny_target
 
@@ -138,10 +136,7 @@ class Server:
 
     def settled(self, name: str, value: float, patience: float = 60.0) -> bool:
         """Whether a gauge comes to a value; SGLang refreshes its gauges now and then."""
-        end = time.monotonic() + patience
-        while self.metric(name) != value and time.monotonic() < end:
-            time.sleep(0.2)
-        return self.metric(name) == value
+        return settled(lambda: self.metric(name), value, patience)
 
 
 def _asked(prompt: str | Sequence[int], tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,23 +197,3 @@ def serving(folder: Path, deployment: Deployment, backend: OnCpu) -> Iterator[Se
     env, ready = {**os.environ, **command.env}, url + backend.facts.probes.ready
     with running(command.argv, folder / "server.log", env=env, ready=ready, patience=PATIENCE):
         yield Server(url, folder)
-
-
-def kill(*words: str) -> None:
-    """Kills a server of this process by words of its command line, as a machine that fails does."""
-    (found,) = (one for one in psutil.Process().children() if _holds(one, words))
-    os.killpg(found.pid, signal.SIGKILL)
-
-
-def _holds(process: psutil.Process, words: Sequence[str]) -> bool:
-    line = process.cmdline()
-    return any(line[at : at + len(words)] == list(words) for at in range(len(line)))
-
-
-def gigabytes() -> float:
-    """Memory of all processes that this one has started, shared pages counted once."""
-    total = 0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            total += process.memory_full_info().pss
-    return total / 2**30

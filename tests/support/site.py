@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,11 +13,14 @@ import httpx
 
 
 @contextmanager
-def site(answer: Callable[[str, Any, str | None], tuple[int, Any]]) -> Iterator[str]:
+def site(
+    answer: Callable[[str, Any, str | None], tuple[int, Any]], headers: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """The address of a server until the block ends.
 
     Args:
         answer: (path, JSON body or None, Authorization) -> (status, text, bytes or JSON).
+        headers: more headers of every answer.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -29,6 +32,8 @@ def site(answer: Callable[[str, Any, str | None], tuple[int, Any]]) -> Iterator[
             data = text.encode() if isinstance(text, str) else text
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             if data.startswith(b"data: "):
                 self.send_header("Content-Type", "text/event-stream")
             self.end_headers()

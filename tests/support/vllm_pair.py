@@ -14,12 +14,16 @@ from .nixl import nixl_folders
 from .vllm_server import PATIENCE, OnCpu, Server
 
 
-def half(deployment: Deployment, role: str) -> tuple[Deployment, OnCpu]:
-    """A server for `fleet`: the deployment as one half, which the other one finds on this machine."""
+def half(deployment: Deployment, role: str, port: int | None = None) -> tuple[Deployment, OnCpu]:
+    """A server for `fleet`: the deployment as one half, which the other one finds on this machine.
+
+    Args:
+        port: of its HTTP server; None = a free one.
+    """
     described = deployment.model_dump(exclude_unset=True) | {"role": role}
     path = os.pathsep.join([*nixl_folders(), os.environ.get("PYTHONPATH", "")])
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    return Deployment.model_validate(described), OnCpu(env={**side_channel, "PYTHONPATH": path})
+    return Deployment.model_validate(described), OnCpu(env={**side_channel, "PYTHONPATH": path}, port=port)
 
 
 @contextmanager
@@ -30,7 +34,7 @@ def serving_prepared(prepared: Path, folder: Path, deployment: Deployment, backe
         prepared: has the files that the server reads.
         folder: gets its log.
     """
-    port = free_port()
+    port = backend.port or free_port()
     command, url = backend.launch(deployment).command(prepared, port=port), f"http://127.0.0.1:{port}"
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **command.env}

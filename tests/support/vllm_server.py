@@ -24,6 +24,7 @@ from dflash_serve.verify.questions import FEWEST, VerifyPlan
 from dflash_vllm import VLLMBackend
 from dflash_vllm.facts import FACTS
 from dflash_vllm.launch import VLLMLaunch
+from tests.support.children import settled
 
 ON_CPU = ("--served-model-name", "m", "--long-prefill-token-threshold", "256")
 """On top of our command: a long prompt goes in several chunks. (Only such a one: a seeded request whose prompt is cut
@@ -64,11 +65,15 @@ class OnCpuLaunch(VLLMLaunch):
 
 
 class OnCpu(VLLMBackend):
-    """Our backend, its command with what the CPU build needs, and some more."""
+    """Our backend, its command with what the CPU build needs, and some more.
 
-    def __init__(self, *flags: str, env: Mapping[str, str] | None = None) -> None:
+    Args:
+        port: None = a free one.
+    """
+
+    def __init__(self, *flags: str, env: Mapping[str, str] | None = None, port: int | None = None) -> None:
         super().__init__()
-        self.flags, self.env = flags, env or {}
+        self.flags, self.env, self.port = flags, env or {}, port
 
     def launch(self, deployment: Deployment) -> VLLMLaunch:
         """The launch of `serve`, on a CPU."""
@@ -112,6 +117,10 @@ class Server:
     def samples(self) -> Samples:
         """Its metrics now."""
         return Samples(self.get(FACTS.metrics.path))
+
+    def runs(self, requests: int) -> bool:
+        """Whether it comes to answer so many requests."""
+        return settled(lambda: self.samples.total("vllm:num_requests_running"), requests)
 
 
 def smollm2(width: int | str, **changes: Any) -> Deployment:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.pinned_wheels import kept
+from tests.support.pinned_wheels import unpacked
 from tests.support.sglang_router import MACHINE, SGLANG, WHEELS
 from tests.support.upstream import FAULTS, Fault, patched, site_packages
 
@@ -23,9 +22,7 @@ def test_the_pinned_release_has_the_fault(fault: Fault) -> None:
     if fault.engine == "router":
         if (sys.platform, os.uname().machine) != MACHINE:
             pytest.skip("the router's wheel is for Linux on x86-64")
-        wheel = WHEELS[SGLANG]
-        name = f"{wheel.package}-{wheel.version}"
-        path = kept(name, wheel, lambda file, out: zipfile.ZipFile(file).extractall(out))
+        path = unpacked(WHEELS[SGLANG])
     assert fault.is_there(PYTHON[fault.engine], path)
 
 

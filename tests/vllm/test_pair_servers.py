@@ -1,9 +1,9 @@
 """vLLM's real router before a real server, and before two real halves of a pair, whose K/V goes by NIXL.
 
-`verify` and the doctor look through it; no token of a pair changes and no acceptance is lost; a prefill half without
-the drafter is refused.
+`verify` and the doctor look through it; no token of a pair changes and no acceptance is lost; a client that hangs up
+frees both halves; a half that is killed and starts again serves again, and one without the drafter is refused.
 
-Four servers start, and at most two run, of 4 GB each: `make test-distributed`, which shows figures.
+Six servers start, and at most two run, of 4 GB each: `make test-distributed`, which shows figures.
 EMBEDDED_PYTHON is a Python that has the embedded engine's server.
 """
 
@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dflash_serve.client.endpoint import Endpoint
 from dflash_serve.client.metrics import MetricsSource, read_acceptance
 from dflash_serve.common.processes import free_port, running
 from dflash_serve.doctor.evidence import interview
+from dflash_serve.errors import UserError
 from dflash_serve.speculation.params import SamplingParams
 from dflash_serve.verify.report import VerifyReport
+from tests.support.children import kill
 from tests.support.command_line import call
 from tests.support.counted_answers import Answers
 from tests.support.fleet import Fleet, fleet
@@ -44,23 +49,28 @@ PROMPTS = [*SHORT, "".join(SHORT) * 2]
 SEEDED = {"temperature": 0.8, "seed": 7}
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 QUICK = ("--samples", 0, "--max-tokens", 16, "--long-tokens", 0, "--no-penalties", "--concurrency", 2)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PREFILL, DECODE = free_port(), free_port()
+"""Ports of the halves: one that starts again has the same."""
 LOADED = "vllm:external_prefix_cache_hits_total"
 """Tokens of prompts whose K/V another half has computed."""
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
-    """One server, two halves of a pair, and a prefill half without the drafter."""
+    """One server, a pair, a prefill half without the drafter, and halves in the place of the first ones."""
     folder = tmp_path_factory.mktemp("servers")
     wanted = {
         "whole": (smollm2(BLOCK), OnCpu()),
-        "prefill": half(smollm2(BLOCK), "prefill"),
-        "decode": half(smollm2(BLOCK), "decode"),
+        "prefill": half(smollm2(BLOCK), "prefill", PREFILL),
+        "decode": half(smollm2(BLOCK), "decode", DECODE),
         "bare": half(smollm2("off").model_copy(update={"drafter": None}), "prefill"),
     }
     described, backend = wanted["whole"]
     backend.launch(described).prepare(folder / "prepared")
     serve = partial(serving_prepared, folder / "prepared")
+    ports = {"prefill": PREFILL, "decode": DECODE}
+    wanted |= {f"new {role}": half(smollm2(BLOCK), role, port) for role, port in ports.items()}
     with fleet(serve, folder, wanted, ahead=0) as running_servers:
         yield running_servers
 
@@ -97,33 +107,98 @@ def test_verify_and_the_doctor_look_through_vllms_router(
     servers["whole"].left.set()
 
 
-def test_a_pair_answers_and_accepts_as_one_server_does(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def halves(servers: Fleet[Server], whole: Answers) -> tuple[Server, Server]:
+    """The prefill and the decode half."""
+    servers["whole"].left.set()
+    prefill, decode = (servers[name] for name in ("prefill", "decode"))
+    return prefill.ready.result(), decode.ready.result()
+
+
+@pytest.fixture(scope="module")
+def pair(halves: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """vLLM's router before both halves, as one server."""
+    folder = tmp_path_factory.mktemp("router")
+    with router_of_a_vllm_pair(*(one.url for one in halves), folder / "log") as url:
+        yield Server(url, folder)
+
+
+def test_a_pair_answers_and_accepts_as_one_server_does(
+    halves: tuple[Server, Server], pair: Server, whole: Answers
+) -> None:
     """The drafter's K/V of a prompt arrives with the target's, so no draft differs.
 
     vLLM pads a request's first step on a decode half with drafted tokens that are none, for the shape of its CUDA
     graphs (`pad_spec_decode`, v1/core/sched/scheduler.py), and counts them as one more block, all of it rejected. They
     take draws of a seed, too: a seed gives the same tokens twice, but not those of one server.
     """
-    servers["whole"].left.set()
-    prefill, decode = (servers[name] for name in ("prefill", "decode"))
-    halves = (prefill.ready.result().url, decode.ready.result().url)
-    with router_of_a_vllm_pair(*halves, tmp_path / "log") as url:
-        pair = Server(url, tmp_path)
-        found = Answers.of(pair, halves[1], PROMPTS, TOKENS)
-        seeded = [pair.complete(PROMPTS[0], TOKENS, **SEEDED)["token_ids"] for _ in range(2)]
-        both = MetricsSource(url, halves).require().acceptance
-    assert both.acceptance_length == read_acceptance(halves[1]).acceptance_length
-    loaded = decode.ready.result().samples.total(LOADED)
+    _, decode = halves
+    found = Answers.of(pair, decode.url, PROMPTS, TOKENS)
+    seeded = [pair.complete(PROMPTS[0], TOKENS, **SEEDED)["token_ids"] for _ in range(2)]
+    both = MetricsSource(pair.url, tuple(one.url for one in halves)).require().acceptance
+    assert both.acceptance_length == read_acceptance(decode.url).acceptance_length
+    loaded = decode.samples.total(LOADED)
     print(f"vLLM pair: acceptance {found.told}; one server {whole.told}; {loaded:.0f} tokens of prompts loaded")
-    assert found.tokens == whole.tokens
-    assert found.counts.accepted == whole.counts.accepted
-    assert found.counts.verifications == (whole.counts.verifications or 0) + len(PROMPTS)
+    _is_that_of_one_server(found, whole)
     assert seeded[0] == seeded[1]
 
 
-def test_a_prefill_half_without_the_drafter_is_refused(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
+def _is_that_of_one_server(found: Answers, whole: Answers) -> None:
+    assert found.tokens == whole.tokens
+    assert found.counts.accepted == whole.counts.accepted
+    assert found.counts.verifications == (whole.counts.verifications or 0) + len(PROMPTS)
+
+
+def test_a_client_that_hangs_up_frees_both_halves(halves: tuple[Server, Server], pair: Server) -> None:
+    asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=asked, timeout=PATIENCE, trust_env=False) as stream:
+        next(stream.iter_lines())
+        assert halves[1].runs(1)
+    assert all(one.runs(0) for one in halves)
+
+
+def test_a_decode_half_that_is_killed_ends_its_stream_with_an_error_and_serves_again_when_it_starts_again(
+    servers: Fleet[Server], halves: tuple[Server, Server], pair: Server, whole: Answers
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        cut = pool.submit(Endpoint(pair.url).complete, CHATS[0], LONG, {"stream": True})
+        assert halves[1].runs(1)
+        kill("--port", str(DECODE))
+        with pytest.raises(UserError) as refused:
+            cut.result()
+    print(f"vLLM pair, decode half killed: its stream ends with {refused.value}")
+    servers["decode"].left.set()
+    _serves_again(pair, servers["new decode"].ready.result(), "decode", whole)
+
+
+def test_a_prefill_half_that_is_killed_serves_again_when_it_starts_again(
+    servers: Fleet[Server], pair: Server, whole: Answers
+) -> None:
+    kill("--port", str(PREFILL))
     servers["prefill"].left.set()
-    bare, decode = (servers[name].ready.result() for name in ("bare", "decode"))
+    servers["new prefill"].ready.result()
+    _serves_again(pair, servers["new decode"].ready.result(), "prefill", whole)
+
+
+def _serves_again(pair: Server, decode: Server, killed: str, whole: Answers) -> None:
+    ready = time.monotonic()
+    while not _answers(pair):
+        assert time.monotonic() < ready + PATIENCE
+        time.sleep(1)
+    print(f"vLLM pair, {killed} half killed: answers {time.monotonic() - ready:.1f} s after a new one is ready")
+    _is_that_of_one_server(Answers.of(pair, decode.url, PROMPTS, TOKENS), whole)
+
+
+def _answers(pair: Server) -> bool:
+    try:
+        return bool(pair.complete(PROMPTS[0], 2)["token_ids"])
+    except (OSError, KeyError):
+        return False
+
+
+def test_a_prefill_half_without_the_drafter_is_refused(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
+    servers["new prefill"].left.set()
+    bare, decode = (servers[name].ready.result() for name in ("bare", "new decode"))
     router = router_of_a_vllm_pair(bare.url, decode.url, tmp_path / "log")
     with router as url, pytest.raises(urllib.error.HTTPError) as refused:
         Server(url, tmp_path).complete(PROMPTS[0], TOKENS)

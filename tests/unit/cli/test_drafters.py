@@ -325,6 +325,11 @@ def test_inspect_has_a_verdict_of_every_engine(drafter: Path, tmp_path: Path) ->
     assert "vllm" not in run("inspect", drafter, "--quiet").output
 
 
+def test_inspect_knows_the_target_of_a_published_drafter() -> None:
+    report = json.loads(run("inspect", "smollm2", "--json").output)
+    assert {each["verdict"] for each in report["engines"].values()} == {"served"}
+
+
 def test_inspect_says_for_which_precision_of_its_target_a_published_drafter_was_made() -> None:
     assert Precisions("nvfp4", "fp8").words == "a target with nvfp4 weights, and this target has fp8"
     assert Precisions("nvfp4", "nvfp4").words == "a target with nvfp4 weights, as this target has"

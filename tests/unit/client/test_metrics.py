@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_serve.client.metrics import LiveFigures, MetricsSource, ServerReading, read_acceptance, reading_of
+from dflash_serve.client.metrics import PICKED, LiveFigures, MetricsSource, ServerReading, read_acceptance, reading_of
 from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
@@ -438,6 +438,14 @@ def test_a_worker_without_metrics_is_named_with_the_option_that_takes_its_addres
         assert caught.value.where == two
     with pytest.raises(UserError, match="not an address"):
         MetricsSource("http://127.0.0.1:9", ("worker:9090",))
+
+
+def test_the_page_of_an_inference_gateway_is_that_of_one_server_and_is_refused() -> None:
+    pages = {"/metrics": SCRAPED, "/v1/models": "{}"}
+    with site(lambda path, *_: (200, pages[path]) if path in pages else (404, ""), {PICKED: "true"}) as url:
+        assert MetricsSource(url).read().engine is None
+        with pytest.raises(UserError, match=r"picks one of its servers .*give --metrics-url for each of its servers"):
+            MetricsSource(url).require()
 
 
 PROMETHEUS = "/prometheus/metrics"
