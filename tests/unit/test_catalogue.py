@@ -55,6 +55,15 @@ def auto(target: str) -> Deployment:
     return Deployment.model_validate({"target": {"model": target}, "drafter": {"model": "auto"}})
 
 
+def test_what_is_said_of_the_bundled_drafters_was_measured() -> None:
+    report = Path(__file__).parents[2] / "benchmarks" / "results" / "acceptance-smollm2-dspark.json"
+    measured = json.loads(report.read_text())["drafters"]
+    tables = {"smollm2": measured["without a head"], "smollm2-dspark": measured["rank 8"]}
+    for drafter in drafters_of("smollm2"):
+        lengths = [each["acceptance_length"] for each in tables[drafter.repository].values()]
+        assert [one.value for one in drafter.acceptance_length] == [round(one, 2) for one in lengths]
+
+
 def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_by_its_name() -> None:
     assert all(isinstance(backend(name), Backend) for name in installed())
     wanted = {drafter.repository for drafter in drafters_of("Qwen/Qwen3-8B")}
@@ -72,7 +81,7 @@ def test_every_backend_can_tell_and_a_target_is_found_by_its_id_in_any_case_and_
         ("Qwen/Qwen3-8B", "sglang", "z-lab/Qwen3-8B-DFlash-b16"),
         ("Qwen/Qwen3.8-27B", "sglang", "z-lab/Qwen3.8-27B-DFlash2"),
         ("Qwen/Qwen3-14B", "sglang", "deepseek-ai/dspark_qwen3_14b_block7"),
-        ("smollm2", "torch", "smollm2"),
+        ("smollm2", "torch", "smollm2-dspark"),
     ],
 )
 def test_auto_takes_the_best_that_the_backend_serves(target: str, engine: str, repository: str) -> None:

@@ -6,9 +6,11 @@ sizes are plausible, and only their shape matters here.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, catalogue
+from dflash_serve.checkpoint.source import BUNDLED_HEAD, WITH_HEAD
 from tests.unit.checkpoint.published import KIMI, PUBLISHED, QWEN3, QWEN35, SLIDING, Published
 
 Raw = dict[str, object]
@@ -142,6 +144,9 @@ def config_json(drafter: CataloguedDrafter) -> Raw:
         return MUSE_GLIMMER
     if "Nemotron" in name:
         return NEMOTRON_DSPARK if "DSpark" in name else NEMOTRON_DFLASH
+    if drafter.repository == WITH_HEAD:
+        raw: Raw = json.loads((BUNDLED_HEAD / "config.json").read_text())
+        return raw
     plain = _plain(drafter)
     if "Domino" in name:
         inner = {"projector_type": "domino", "shift_label": True, "emb_dim": 256, "gru_hidden_dim": 1024}
