@@ -119,7 +119,8 @@ def halves(servers: Fleet[Server], whole: Answers) -> tuple[Server, Server]:
 def pair(halves: tuple[Server, Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's router before both halves, as one server."""
     folder = tmp_path_factory.mktemp("router")
-    with router_of_a_vllm_pair(*(one.url for one in halves), folder / "log") as url:
+    prefill, decode = halves
+    with router_of_a_vllm_pair(prefill.url, decode.url, folder / "log") as url:
         yield Server(url, folder)
 
 
