@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from dflash_serve.adapter.draft_layouts import Layouts, layout_verdict
 from dflash_serve.adapter.protocol import Backend
-from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogued_target
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogued_drafter, catalogued_target
 from dflash_serve.checkpoint.config import Heads
 from dflash_serve.checkpoint.reader import Checkpoint
 from dflash_serve.checkpoint.source import ALIAS, target_described
@@ -103,8 +103,13 @@ def _of_problem(problem: Problem) -> EngineVerdict:
     return EngineVerdict(verdict="refused", why=problem.what)
 
 
-def target_family(drafter: CataloguedDrafter) -> str | None:
-    """`model_type` of the target that a catalogued drafter is for; None = it is not known."""
+def published_family(name: str) -> str | None:
+    """`model_type` of the target that a published or bundled drafter is for; None = it is not known."""
+    drafter = catalogued_drafter(name)
+    return None if drafter is None else _target_family(drafter)
+
+
+def _target_family(drafter: CataloguedDrafter) -> str | None:
     if drafter.target == ALIAS:
         return read_target_shape(target_described(ALIAS)).model_type
     return known.family if (known := catalogued_target(drafter.target)) else None
@@ -118,7 +123,7 @@ def verdict(backend: Backend, drafter: CataloguedDrafter) -> EngineVerdict:
         weights=drafter.weights,
         layout=drafter.layout,
         unread=drafter.unread,
-        family=target_family(drafter),
+        family=_target_family(drafter),
     )
     row = drafter.engines.get(backend.name)
     return here if row is None or (row.verdict == "served" and here.verdict in ("refused", "after convert")) else row

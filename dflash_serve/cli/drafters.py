@@ -20,15 +20,8 @@ from rich.text import Text
 
 from dflash_serve.adapter.checks import check_pairing, pairing_notes, precision_notes, precision_of_training
 from dflash_serve.adapter.registry import backend, installed
-from dflash_serve.adapter.verdicts import checkpoint_verdict, target_family, verdict
-from dflash_serve.checkpoint.catalogue import (
-    CataloguedDrafter,
-    EngineVerdict,
-    catalogue,
-    catalogued_drafter,
-    drafters_of,
-    unknown_target,
-)
+from dflash_serve.adapter.verdicts import checkpoint_verdict, published_family, verdict
+from dflash_serve.checkpoint.catalogue import CataloguedDrafter, EngineVerdict, catalogue, drafters_of, unknown_target
 from dflash_serve.checkpoint.config import DrafterConfig, context_bytes
 from dflash_serve.checkpoint.other_methods import other_methods
 from dflash_serve.checkpoint.quantization import Quantization
@@ -173,9 +166,7 @@ def inspect(
     with shown(quiet=quiet or as_json), doing(f"reading the weights of {drafter}"):
         problems = checkpoint.problems + weight_problems(checkpoint)
     notes = _list_notes(checkpoint)
-    row = catalogued_drafter(drafter)
-    family = None if row is None else target_family(row)  # until the given target is read
-    pairing = Precisions(precision_of_training(drafter), None)
+    family, pairing = published_family(drafter), Precisions(precision_of_training(drafter), None)
     if target is not None and checkpoint.config is not None:
         try:
             shape = _shape(target)

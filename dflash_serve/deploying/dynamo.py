@@ -100,7 +100,7 @@ def _component(workload: Workload, launch: Launch) -> Component:
 
 
 def _words(workload: Workload, argv: Sequence[str], role: str) -> list[str]:
-    """The engine's words as Dynamo's worker takes them: without an address, and with the target by a flag."""
+    """The engine's words as Dynamo's worker takes them: without a port, and with the target by a flag."""
     words = list(argv)
     for flag in ("--host", "--port"):
         del words[words.index(flag) : words.index(flag) + 2]
@@ -114,6 +114,8 @@ def _words(workload: Workload, argv: Sequence[str], role: str) -> list[str]:
         words[words.index("--config")] = "--extra-engine-args"
     if "--served-model-name" not in words:
         words += ["--served-model-name", served]
+    if role == "prefill" and workload.backend == "sglang":  # the decode half asks it at its pod's address
+        words += ["--host", "0.0.0.0"]  # noqa: S104
     if role != "whole" and workload.backend == "vllm":
         words += ["--disaggregation-mode", role]
     if role != "decode" and workload.backend == "sglang":  # the router sends prompts to where their prefixes are

@@ -145,7 +145,8 @@ def test_sglangs_pair_is_two_components_and_several_nodes_are_dynamos(models: di
         assert words[words.index("--disaggregation-mode") + 1] == role
         assert words[words.index("--disaggregation-transfer-backend") + 1] == "nixl"
         assert words[words.index("--tp-size") + 1] == tensor
-        assert not {"--host", "--port", "--nnodes", "--node-rank", "--dist-init-addr"} & {*words}
+        assert ("--host" in words) == (role == "prefill"), "the decode half asks the prefill half at its pod's address"
+        assert not {"--port", "--nnodes", "--node-rank", "--dist-init-addr"} & {*words}
         limits = one["podTemplate"]["spec"]["containers"][0]["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": "8"}
         assert ("--kv-events-config" in words) == (role == "prefill")

@@ -38,13 +38,14 @@ class DynamoWorker(OnCpu):
     """The words of `serve`, which Dynamo's worker takes in the place of SGLang's own server.
 
     Args:
+        words: more of them.
         modules: folders of Python modules that it needs besides.
     """
 
-    def __init__(self, store: Path, model: str, modules: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path, model: str, words: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
         self.system_port, events = _low_port(), {"publisher": "zmq", "topic": "kv-events"}
         told = json.dumps({**events, "endpoint": f"tcp://127.0.0.1:{free_port()}"})
-        more = ("--served-model-name", model, *PLANES, "--page-size", str(PAGE), "--kv-events-config", told)
+        more = ("--served-model-name", model, *PLANES, "--page-size", str(PAGE), "--kv-events-config", told, *words)
         env = {**FORKED, **environment(store), "DYN_SYSTEM_PORT": str(self.system_port)}
         env["PYTHONPATH"] = os.pathsep.join([*modules, env["PYTHONPATH"]])
         super().__init__(*more, env=env)
@@ -57,7 +58,8 @@ def dynamo_half(deployment: Deployment, role: str, meeting: int, store: Path) ->
         meeting: port where the halves meet.
     """
     described, _ = half(deployment, role, meeting)
-    return described, DynamoWorker(store, "smollm2", nixl_folders())
+    words = ("--host", "0.0.0.0") if role == "prefill" else ()
+    return described, DynamoWorker(store, "smollm2", words, nixl_folders())
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 `verify` and the doctor look through it; no token of a pair changes and no acceptance is lost; a client that hangs up
 frees both halves; a half that is killed and starts again serves again, and one without the drafter is refused.
 
-Six servers start, and at most two run, of 4 GB each: `make test-distributed`, which shows figures.
+Six servers start, and at most three run, of 4 GB each: `make test-distributed`, which shows figures.
 EMBEDDED_PYTHON is a Python that has the embedded engine's server.
 """
 
@@ -172,13 +172,21 @@ def test_a_decode_half_that_is_killed_ends_its_stream_with_an_error_and_serves_a
     _serves_again(pair, servers["new decode"].ready.result(), "decode", whole)
 
 
-def test_a_prefill_half_that_is_killed_serves_again_when_it_starts_again(
-    servers: Fleet[Server], pair: Server, whole: Answers
+def test_a_prefill_half_that_starts_again_serves_again_and_one_without_the_drafter_is_refused_meanwhile(
+    servers: Fleet[Server], pair: Server, whole: Answers, tmp_path: Path
 ) -> None:
     kill("--port", str(PREFILL))
     servers["prefill"].left.set()
-    servers["new prefill"].ready.result()
-    _serves_again(pair, servers["new decode"].ready.result(), "prefill", whole)
+    again, bare = servers["new prefill"].ready, servers["bare"].ready.result()
+    decode = servers["new decode"].ready.result()
+    router = router_of_a_vllm_pair(bare.url, decode.url, tmp_path / "log")
+    with router as url, pytest.raises(urllib.error.HTTPError) as refused:
+        Server(url, tmp_path).complete(PROMPTS[0], TOKENS)
+    assert refused.value.code == 500
+    assert "NIXL compatibility hash mismatch" in Path(decode.folder, "server.log").read_text()
+    servers["bare"].left.set()
+    again.result()
+    _serves_again(pair, decode, "prefill", whole)
 
 
 def _serves_again(pair: Server, decode: Server, killed: str, whole: Answers) -> None:
@@ -195,13 +203,3 @@ def _answers(pair: Server) -> bool:
         return bool(pair.complete(PROMPTS[0], 2)["token_ids"])
     except (OSError, KeyError):
         return False
-
-
-def test_a_prefill_half_without_the_drafter_is_refused(servers: Fleet[Server], whole: Answers, tmp_path: Path) -> None:
-    servers["new prefill"].left.set()
-    bare, decode = (servers[name].ready.result() for name in ("bare", "new decode"))
-    router = router_of_a_vllm_pair(bare.url, decode.url, tmp_path / "log")
-    with router as url, pytest.raises(urllib.error.HTTPError) as refused:
-        Server(url, tmp_path).complete(PROMPTS[0], TOKENS)
-    assert refused.value.code == 500
-    assert "NIXL compatibility hash mismatch" in Path(decode.folder, "server.log").read_text()
