@@ -66,7 +66,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def replacements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet[Server]]:
     """Halves at the addresses of the first ones."""
     ports = {"prefill": PREFILL, "decode": DECODE}
-    # a request that reaches the router between the decode half's death and its next look is kept so long, else for 300 s
+    # so long is a request kept that reaches the router between a decode half's death and its next look; else 300 s
     soon = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30"}
     wanted = {role: half(smollm2(8), role, MEETING, port, **soon) for role, port in ports.items()}
     with fleet(serving, tmp_path_factory.mktemp("replacements"), wanted, ahead=0) as running:
