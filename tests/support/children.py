@@ -32,7 +32,7 @@ def gigabytes() -> float:
 
 
 def settled(read: Callable[[], float | None], value: float, patience: float = 60.0) -> bool:
-    """Whether a gauge comes to a value within so many seconds."""
+    """True once a gauge has a value; False if it does not within `patience` seconds."""
     end = time.monotonic() + patience
     while read() != value and time.monotonic() < end:
         time.sleep(0.2)

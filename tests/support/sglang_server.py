@@ -135,7 +135,7 @@ class Server:
         return self.samples.total(name) or 0.0
 
     def settled(self, name: str, value: float, patience: float = 60.0) -> bool:
-        """Whether a gauge comes to a value; SGLang refreshes its gauges now and then."""
+        """As `children.settled`; SGLang refreshes its gauges now and then."""
         return settled(lambda: self.metric(name), value, patience)
 
 

@@ -119,7 +119,7 @@ class Server:
         return Samples(self.get(FACTS.metrics.path))
 
     def runs(self, requests: int) -> bool:
-        """Whether it comes to answer so many requests."""
+        """True once it answers this number of requests; False if it does not within a minute."""
         return settled(lambda: self.samples.total("vllm:num_requests_running"), requests)
 
 
