@@ -10,16 +10,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from dflash_serve.common.processes import free_port
+from dflash_serve.common.processes import free_port, running
 
 from .pinned_wheels import PinnedWheel, unpacked
 
@@ -62,40 +60,26 @@ def running_gateway(workers: Sequence[str], folder: Path) -> Iterator[str]:
     configuration = folder / "envoy.json"
     configuration.write_text(json.dumps(_configuration(port, picker)))
     servers = [worker.removeprefix("http://") for worker in workers]
-    script = Path(__file__).with_name("fake_endpoint_picker.py")
-    with ExitStack() as stack:
-        stack.enter_context(
-            _running([sys.executable, str(script), str(picker), *servers], folder / "picker.log", PYTHONPATH=modules)
-        )
-        command = [str(envoy), "--config-path", str(configuration), "--use-dynamic-base-id", "--concurrency", "1"]
-        process = stack.enter_context(_running(command, folder / "envoy.log"))
-        url = f"http://127.0.0.1:{port}"
-        _wait(f"{url}/v1/models", process, folder)
+    command = [str(envoy), "--config-path", str(configuration), "--use-dynamic-base-id", "--concurrency", "1"]
+    url, log = f"http://127.0.0.1:{port}", folder / "envoy.log"
+    ready = f"{url}/v1/models"  # it comes from a server, and by the picker
+    with (
+        _picking(picker, servers, folder / "picker.log", modules),
+        running(command, log, env=dict(os.environ), ready=ready, patience=PATIENCE_SECONDS),
+    ):
         yield url
 
 
 @contextmanager
-def _running(command: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def _picking(port: int, servers: Sequence[str], log: Path, modules: str) -> Iterator[None]:
+    command = [sys.executable, str(Path(__file__).with_name("fake_endpoint_picker.py")), str(port), *servers]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": modules}, stdout=output, stderr=output)
     try:
-        yield process
+        yield
     finally:
         process.kill()
         process.wait()
-
-
-def _wait(page: str, process: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(page, trust_env=False).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.1)
-    told = "\n".join(log.read_text(errors="replace")[-2000:] for log in folder.glob("*.log"))
-    raise AssertionError(f"the gateway did not become ready: {told}")
 
 
 def _configuration(port: int, picker: int) -> dict[str, Any]:
