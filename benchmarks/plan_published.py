@@ -18,9 +18,9 @@ from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.common.reports import write_json
 from dflash_serve.deployment.description import Model
 from dflash_serve.planning.methods import chain_of_target
-from dflash_serve.planning.prediction import FITTED, Constants, Load, MeasuredCell, Predictor, constants_of, fit
+from dflash_serve.planning.prediction import FITTED, WHOLE, Constants, Load, MeasuredCell, Predictor, constants_of, fit
 from dflash_serve.planning.question import specification
-from dflash_serve.planning.step_times import Pair, Roofline, Split, Tables, library, shipped_configuration
+from dflash_serve.planning.step_times import Pair, Roofline, Split, Tables, library, priced, shipped_configuration
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "plan-published.json"
@@ -36,7 +36,7 @@ def pair_of(name: str) -> Pair:
     own = HERE / "plan" / row["model"]
     folder = own if own.is_dir() else shipped_configuration(row["model"])
     assert folder is not None
-    model = Model(model=row["model"])
+    model = Model(model=row["model"], quantization=row.get("quantization", "none"))
     drafter = DrafterConfig(
         block_size=16, target_layer_ids=uniform_target_layer_ids(row["layers"], features), mask_token_id=0,
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=wide, num_attention_heads=heads,
@@ -146,6 +146,26 @@ def chains(constants: Constants) -> dict[str, Any]:
     }
 
 
+def other_gpus() -> list[dict[str, Any]]:
+    """Figures of GPUs that no fit has seen, beside what `plan` foresees there by its tables, roofline and constants."""
+    lines = []
+    for group in DATA["gpus"]:
+        constants, load = constants_of(group["engine"], None), Load(*group["load"])
+        for row in group["rows"]:
+            pair, block = pair_of(row["target"]), row.get("block", 16)
+            times, _ = priced(pair, specification(group["gpu"]), WHOLE, group["engine"], block, load.context)
+            head = chain_of_target(pair, mtp=True) if "method" in group else None
+            predictor = Predictor(times, constants, load, block, WHOLE, head)
+            told = {"gpu": group["gpu"], "engine": group["engine"], "target": row["target"], "basis": times.basis}
+            for kind, width, tokens in (("plain", 1, 1.0), ("drafted", block, row.get("tau"))):
+                for users, published in row.get(kind, {}).items():
+                    foreseen = 1e3 * int(users) * tokens / predictor.step(int(users), width).total
+                    what = {"tau": tokens, "width": width, "users": int(users), "published": published}
+                    error = round(foreseen / published - 1, 4)
+                    lines.append({**told, **what, "predicted": round(foreseen, 1), "error": error})
+    return lines
+
+
 def main() -> None:
     """Fits, predicts, writes."""
     start = constants_of("sglang", "sglang-spec-v1")
@@ -163,6 +183,7 @@ def main() -> None:
         "held_out": summary(held),
         "roofline": {"constants_of_the_tables": summary([case.line(constants) for case in by_hand])},
         "chains": chains(constants),
+        "gpus": other_gpus(),
         "plain_curve": measured_curve(constants_of("tensorrt-llm", None)),
         "lines": [line for found in lines.values() for line in found],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from statistics import mean
 from typing import Any
 
@@ -52,3 +53,12 @@ def test_chains_are_foreseen_about_as_well_as_drafters_of_a_block() -> None:
     assert groups["MTP"]["speedup"]["cells"] == 9
     assert groups["MTP"]["speedup"]["mean_error"] <= 0.13
     assert groups["EAGLE-3, another target"]["dflash"]["mean_error"] <= 0.30, "one cell, which docs/planning.md names"
+
+
+def test_no_gpu_is_foreseen_worse_than_its_plan_says() -> None:
+    """Cells of GPUs that no fit has seen; the page of planning quotes them."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for basis, what in (("operator tables", "by tables"), ("roofline", "by the roofline")):
+        errors = [abs(line["error"]) for line in RESULT["gpus"] if line["basis"].startswith(basis)]
+        assert mean(errors) <= ROOFLINE_ERROR
+        assert re.search(rf"{mean(errors):.0%} of {len(errors)}( cells)? {what}".replace("%", " %"), page)
