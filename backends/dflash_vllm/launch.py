@@ -98,6 +98,9 @@ class VLLMLaunch(VLLMSettings):
         release = RELEASES.numbers(RELEASES.installed())
         if 1 in self.widths and not self.on_cpu and (release is None or release < REAL_OFF):
             yield "before vLLM 0.33 steps without speculation still pay for a draft: use 0.33"
+        if self.draft_kernels is not None:
+            theirs = f"those that vLLM chooses on an SM{self.compute} ended a server at its start (vllm#50707)"
+            yield f"the drafter's attention runs on vLLM's Triton kernels: {theirs}; no such GPU has run this"
         yield from self._cache_notes()
 
     def _cache_notes(self) -> Iterator[str]:
@@ -237,6 +240,8 @@ class VLLMLaunch(VLLMSettings):
         if not self.on_cpu:
             # Otherwise a drafter takes over the target's, which may be FP8.
             config["kv_cache_dtype"] = "bfloat16"
+        if self.draft_kernels is not None:
+            config["attention_backend"] = self.draft_kernels
         return config
 
     def _max_batch_size(self) -> Choice:

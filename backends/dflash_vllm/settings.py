@@ -46,6 +46,7 @@ UNIFORM_ATTENTION = ("Llama4", "MiniMaxM3")
 (layers/attention/chunked_local_attention.py) and MiniMax-M3's chosen blocks (models/minimax_m3/common)."""
 ALIKE = ("block-size", "attention-backend", "attention-config", "disable-hybrid-kv-cache-manager")
 """Arguments that NIXL's handshake compares, or on which the layout of the K/V depends (kv_connector/v1/nixl)."""
+SM_OF_A_GB10 = 121
 GRAPH_ROWS, GRAPH_ROWS_OF_SM100 = 512, 1024  # most rows of a step with a CUDA graph (vLLM's config/vllm.py)
 
 
@@ -100,6 +101,16 @@ class VLLMSettings(EngineLaunch):
         if self.on_cpu:
             return None
         return self.gpu.compute if self.gpu else _installed_compute()
+
+    @property
+    def draft_kernels(self) -> str | None:
+        """vLLM's name of the drafter's attention kernels; None = vLLM chooses them.
+
+        On SM121 it chooses FlashAttention 2, which for a block that is not causal ended a server at its start
+        (vllm#50707).
+        """
+        plain = self.drafter is not None and self.drafter.latent is None
+        return "TRITON_ATTN" if plain and self.compute == SM_OF_A_GB10 else None
 
     @property
     def widths(self) -> tuple[int, ...]:

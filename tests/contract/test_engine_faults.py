@@ -392,6 +392,15 @@ def groups_of_one_layer(_: Patch) -> bool:
     return counted(QWEN35_27B + drafter) == 70 and counted(QWEN35_27B) == 4
 
 
+def flash_attention_on_sm121(patch: Patch) -> bool:
+    """Asked without such a GPU: which kernels come first there, not whether they fail."""
+    for built_for_gpus in ("vllm._C", "vllm._C_stable_libtorch"):
+        patch.setitem(sys.modules, built_for_gpus, Stub())
+    cuda, platform = import_module("vllm.platforms.cuda"), import_module("vllm.platforms.interface")
+    first, *_others = cuda._get_backend_priorities(False, platform.DeviceCapability(12, 1), use_non_causal=True)
+    return str(first.name) == "FLASH_ATTN"
+
+
 OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "a Gemma target's rows reach plain and DSpark drafters unscaled": unscaled_rows,
     "a drafter's RoPE table stays shorter than the context": short_table,
@@ -409,6 +418,7 @@ OF_VLLM: dict[str, Callable[[Patch], bool]] = {
     "every K/V group drops the last block of a reused prefix": drops_last_block,
     "a miss of the drafter's K/V vetoes an external hit": reported("vllm-external-hits"),
     "the offloading connector runs on no CPU": offloads_on_gpus_alone,
+    "FlashAttention 2 is chosen for drafters on SM121 (GB10), where it ends at the start": flash_attention_on_sm121,
     "a half whose `VLLM_NIXL_SIDE_CHANNEL_PORT` is taken hangs at its start": hangs_where_its_port_is_taken,
     "a decode half counts a block a request that was never drafted": lambda _: "pad_spec_decode" in source(SCHEDULER),
     "a drafter with one layer of a kind makes K/V groups of one layer": groups_of_one_layer,

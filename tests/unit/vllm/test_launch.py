@@ -326,6 +326,14 @@ def test_the_speculative_configuration_is_exact_and_inherits_no_keys_and_values(
     assert speculative(fields, speculation__block_size=4)["num_speculative_tokens"] == 3
 
 
+@pytest.mark.parametrize(("gpu", "kernels"), [("gb10", "TRITON_ATTN"), ("rtx-5090", None), ("none", None)])
+def test_a_gb10_drafts_with_other_kernels_than_vllm_chooses(
+    gpu: str, kernels: str | None, fields: dict[str, Any]
+) -> None:
+    assert speculative(fields, hardware__gpu=gpu).get("attention_backend") == kernels
+    assert ("vllm#50707" in notes(fields, hardware__gpu=gpu)) is (kernels is not None)
+
+
 @pytest.mark.parametrize(
     ("width", "batch", "schedule"),
     [
