@@ -96,29 +96,35 @@ def _component(workload: Workload, launch: Launch) -> Component:
     command = replace(launch, deployment=deployment.model_copy(update={"parallel": parallel})).command(
         Path("/prepared")
     )
-    return Component(role, replicas, nodes, gpus, _words(workload, command.argv, role), command.env)
+    served = deployment.serving.served_model_name or deployment.target.model
+    words = worker_words(workload.backend, command.argv, role, served)
+    return Component(role, replicas, nodes, gpus, words, command.env)
 
 
-def _words(workload: Workload, argv: Sequence[str], role: str) -> list[str]:
-    """The engine's words as Dynamo's worker takes them: without a port, and with the target by a flag."""
+def worker_words(backend: str, argv: Sequence[str], role: str, served: str) -> list[str]:
+    """The engine's command line as Dynamo's worker takes it: without a port, and with the target by a flag.
+
+    Args:
+        role: whole, prefill or decode.
+        served: the model's name in requests, where the engine was told none.
+    """
     words = list(argv)
     for flag in ("--host", "--port"):
         del words[words.index(flag) : words.index(flag) + 2]
-    served = workload.deployment.serving.served_model_name or workload.deployment.target.model
-    if workload.backend == "sglang":
+    if backend == "sglang":
         words = words[words.index("sglang.launch_server") + 1 :]
-    elif workload.backend == "vllm":
+    elif backend == "vllm":
         words = ["--model", *words[words.index("serve") + 1 :]]
     else:
         words = ["--model-path", *words[words.index("trtllm-serve") + 1 :]]
         words[words.index("--config")] = "--extra-engine-args"
     if "--served-model-name" not in words:
         words += ["--served-model-name", served]
-    if role == "prefill" and workload.backend == "sglang":  # the decode half asks it at its pod's address
+    if role == "prefill" and backend == "sglang":  # the decode half asks it at its pod's address
         words += ["--host", "0.0.0.0"]  # noqa: S104
-    if role != "whole" and workload.backend == "vllm":
+    if role != "whole" and backend == "vllm":
         words += ["--disaggregation-mode", role]
-    if role != "decode" and workload.backend == "sglang":  # the router sends prompts to where their prefixes are
+    if role != "decode" and backend == "sglang":  # the router sends prompts to where their prefixes are
         words += ["--kv-events-config", EVENTS]
     return words
 

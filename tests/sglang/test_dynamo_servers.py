@@ -68,6 +68,7 @@ class Dynamo(NamedTuple):
 @contextmanager
 def running_dynamo(folder: Path, wanted: Mapping[str, tuple[Deployment, DynamoWorker]]) -> Iterator[Dynamo]:
     """Dynamo before these workers; `folder/store` is where they meet."""
+    (folder / "store").mkdir()
     with fleet(serving_dynamo, folder, wanted) as workers, running_frontend(folder / "store", folder) as url:
         servers = [workers[name].ready.result() for name in wanted]
         wait_for_workers(url, len(servers))
@@ -77,9 +78,7 @@ def running_dynamo(folder: Path, wanted: Mapping[str, tuple[Deployment, DynamoWo
 @pytest.fixture(scope="module")
 def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dynamo]:
     folder = tmp_path_factory.mktemp("dynamo")
-    store = folder / "store"
-    store.mkdir()
-    wanted = {name: (smollm2(8), DynamoWorker(store, "smollm2")) for name in ("first", "second")}
+    wanted = {name: (smollm2(8), DynamoWorker(folder / "store", "smollm2")) for name in ("first", "second")}
     with running_dynamo(folder, wanted) as found:
         yield found
 
@@ -151,9 +150,7 @@ def _busy(workers: list[Server]) -> Server:
 def test_a_pair_behind_dynamo_answers_and_accepts_as_one_engine_does(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Its frontend asks the prefill half and hands the prompt on to the decode half."""
     folder, meeting = tmp_path_factory.mktemp("pair"), free_port()
-    store = folder / "store"
-    store.mkdir()
-    wanted = {role: dynamo_half(smollm2(8), role, meeting, store) for role in ("prefill", "decode")}
+    wanted = {role: dynamo_half(smollm2(8), role, meeting, folder / "store") for role in ("prefill", "decode")}
     with running_dynamo(folder, wanted) as pair:
         _is_as_one_engine(pair, "a pair")
         prefill, decode = pair.workers

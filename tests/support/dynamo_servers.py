@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from dflash_serve.common.processes import free_port, running
+from dflash_serve.deploying.dynamo import worker_words
 from dflash_serve.deployment.description import Deployment
 
 from .dynamo import ROOT, worker_folders
@@ -35,20 +36,19 @@ def environment(store: Path) -> dict[str, str]:
 
 
 class DynamoWorker(OnCpu):
-    """The words of `serve`, which Dynamo's worker takes in the place of SGLang's own server.
+    """The command line of `serve`, as `deploy --render dynamo` gives it to Dynamo's worker.
 
     Args:
-        words: more of them.
         modules: folders of Python modules that it needs besides.
     """
 
-    def __init__(self, store: Path, model: str, words: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
+    def __init__(self, store: Path, model: str, modules: Sequence[str] = ()) -> None:
         self.system_port, events = _low_port(), {"publisher": "zmq", "topic": "kv-events"}
         told = json.dumps({**events, "endpoint": f"tcp://127.0.0.1:{free_port()}"})
-        more = ("--served-model-name", model, *PLANES, "--page-size", str(PAGE), "--kv-events-config", told, *words)
+        self.served, self.words = model, (*PLANES, "--page-size", str(PAGE), "--kv-events-config", told)
         env = {**FORKED, **environment(store), "DYN_SYSTEM_PORT": str(self.system_port)}
         env["PYTHONPATH"] = os.pathsep.join([*modules, env["PYTHONPATH"]])
-        super().__init__(*more, env=env)
+        super().__init__(env=env)
 
 
 def dynamo_half(deployment: Deployment, role: str, meeting: int, store: Path) -> tuple[Deployment, DynamoWorker]:
@@ -58,8 +58,7 @@ def dynamo_half(deployment: Deployment, role: str, meeting: int, store: Path) ->
         meeting: port where the halves meet.
     """
     described, _ = half(deployment, role, meeting)
-    words = ("--host", "0.0.0.0") if role == "prefill" else ()
-    return described, DynamoWorker(store, "smollm2", words, nixl_folders())
+    return described, DynamoWorker(store, "smollm2", nixl_folders())
 
 
 @contextmanager
@@ -69,10 +68,7 @@ def serving_dynamo(folder: Path, deployment: Deployment, worker: DynamoWorker) -
     folder.mkdir(parents=True, exist_ok=True)
     launch.prepare(folder)
     command, url = launch.command(folder), f"http://127.0.0.1:{worker.system_port}"
-    words = list(command.argv[command.argv.index("-m") + 2 :])
-    for name in ("--host", "--port"):
-        at = words.index(name)
-        del words[at : at + 2]
+    words = (*worker_words("sglang", command.argv, deployment.role, worker.served), *worker.words)
     argv, env = [sys.executable, "-m", "dynamo.sglang", *words], {**os.environ, **command.env}
     with running(argv, folder / "server.log", env=env, ready=f"{url}/health", patience=PATIENCE):
         yield Server(url, folder)
