@@ -39,6 +39,7 @@ BEYOND = 1.25
 """Tokens that are asked between the two askings, for each token of the pool: pages that are not full hold fewer. A host
 tier must hold them, too, or it drops the first prompts; HiCache's is by default twice as large as the pool."""
 FALSE_ALARM = 1e-3  # Probability that a server whose acceptance is the same is called slower
+ENOUGH = 0.5  # Share of the prompts' tokens that must come back: a fall of acceptance shows in most prompts then
 FEWEST = 10  # Prompts with which a fall can be shown: 0.5 ** 10 < FALSE_ALARM
 FILLER_TOKENS = 4096  # Most tokens of a prompt that fills the pool
 FILLER = SamplingParams(temperature=0, max_tokens=1)
@@ -100,7 +101,7 @@ class WarmVerification(Verification):
             if any(self._parted()):
                 self._ask_again(speculating, WITH)
                 self._ask_again(plain, WITHOUT)
-        reloaded = None if before is None or after is None else int(after - before)
+        reloaded = None if before is None or after is None or after < before else int(after - before)
         reload = reload_of(first, again, pool=pool, pool_told=told, filler=filler, reloaded=reloaded)
         found = conclude(
             (self._tokens(FIRST),),
@@ -177,13 +178,13 @@ def long_prompts(prompts: Sequence[Prompt], characters: int, nonce: str) -> list
     """Prompts with the texts of the others before them, of about so many characters each.
 
     Args:
-        nonce: begins each one, so that no server has it in its cache.
+        nonce: begins each one, behind its number, so that no server has it in its cache, nor the pages of another one.
     """
     texts = [_text(prompt) for prompt in prompts]
     found = list[Prompt]()
     for number, prompt in enumerate(prompts):
         others = cycle(f"{text}\n" for text in [*texts[number + 1 :], *texts[: number + 1]])
-        begun = f"{nonce} {number}\n" + "".join(islice(chain.from_iterable(others), max(0, characters - len(nonce))))
+        begun = f"{number} {nonce}\n" + "".join(islice(chain.from_iterable(others), max(0, characters - len(nonce))))
         if isinstance(prompt, str):
             found.append(f"{begun}\n{prompt}")
             continue
@@ -262,13 +263,13 @@ def _unproven(first: Asking, again: Asking, reload: Reload) -> Iterator[str]:
     if reload.reloaded_tokens is None:
         do = "SGLang: --enable-metrics or --enable-cache-report; vLLM: --enable-prompt-tokens-details"
         yield f"the server does not tell how many prompt tokens came back from its host tier ({do})"
-    elif reload.reloaded_tokens == 0 and (reload.cached_tokens or 0) > reload.prompt_tokens / 2:
-        what = f"{reload.cached_tokens} of {reload.prompt_tokens} prompt tokens were still on the devices"
-        yield f"{what}: the pool is larger than {reload.pool_tokens} tokens (--pool-tokens)"
-    elif reload.reloaded_tokens == 0:
+    elif reload.reloaded_tokens < ENOUGH * reload.prompt_tokens:
+        others, of = (reload.cached_tokens or 0) - reload.reloaded_tokens, f"of {reload.prompt_tokens} prompt tokens"
         least = reload.filler_tokens + reload.prompt_tokens
         yield (
-            "no prompt token came back from a host tier: it is off, holds less than "
+            f"{others} {of} were still on the devices: the pool is larger than {reload.pool_tokens} tokens (--pool-tokens)"
+            if others > ENOUGH * reload.prompt_tokens
+            else f"{reload.reloaded_tokens or 'none'} {of} came back from a host tier: it is off, holds less than "
             f"{least} tokens, or has lost the drafter's K/V (vllm#47890)"
         )
     known = len(_counted(first.each, again.each))

@@ -88,7 +88,8 @@ def test_acceptance_that_falls_after_a_reload_is_named(verify: Verify, output: P
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (HiCacheFault.veto, "no prompt token came back from a host tier: it is off, holds less than "),
+        (HiCacheFault.veto, "prompt tokens came back from a host tier: it is off, holds less than "),
+        (HiCacheFault.small, "prompt tokens came back from a host tier: it is off, holds less than "),
         (HiCacheFault.large, f"were still on the devices: the pool is larger than {POOL} tokens (--pool-tokens)"),
     ],
 )
@@ -136,7 +137,7 @@ def test_long_prompts_keep_their_form_and_begin_unlike() -> None:
     for prompts in (["one", "two"], chats):
         made = long_prompts(prompts, 100, "abc")
         texts = [one if isinstance(one, str) else str(one[-1]["content"]) for one in made]  # type: ignore[index]
-        assert [text[:6] for text in texts] == ["abc 0\n", "abc 1\n"]
+        assert [text[:6] for text in texts] == ["0 abc\n", "1 abc\n"]
         assert [text.rpartition("\n")[2] for text in texts] == ["one", "two"]
         assert all(100 <= len(text) < 120 for text in texts)
         assert [template_variables(one) for one in made] == [template_variables(one) for one in prompts]

@@ -29,6 +29,7 @@ class HiCacheFault(StrEnum):
     drafter = "the drafter's K/V do not come back (sglang#21125)"
     veto = "nothing comes back where the drafter's K/V are missing (vllm#47890)"
     large = "the pool is larger than its metrics tell"
+    small = "the host tier has room for few prompts, and the drafter's K/V do not come back"
 
 
 class FakeHiCache(FakeServer):
@@ -68,7 +69,8 @@ class FakeHiCache(FakeServer):
         self.reloaded += reloaded
         tokens = self._tokens(prompt, body, wrong=self.fault is HiCacheFault.tokens and reloaded > 0)
         if self.drafts and body.get("custom_params") != {"speculative": "off"}:
-            self._count(len(tokens), lost=self.fault is HiCacheFault.drafter and reloaded > 0)
+            lost = self.fault in (HiCacheFault.drafter, HiCacheFault.small) and reloaded > 0
+            self._count(len(tokens), lost=lost)
         words = [f" {WORDS[token]}" for token in tokens]
         choice: Body = {"index": 0, "finish_reason": "length", "token_ids": tokens, "prompt_token_ids": [*prompt]}
         chat = "messages" in body
@@ -96,7 +98,9 @@ class FakeHiCache(FakeServer):
         reloaded = max(0, on_host - on_device) if self.fault is not HiCacheFault.veto else 0
         self.device = [one for one in self.device if one != prompt] + [prompt]
         while sum(map(len, self.device)) > self.pool:
-            self.host.add(self.device.pop(0))
+            gone = self.device.pop(0)
+            if self.fault is not HiCacheFault.small or sum(gone) % 8 == 0:
+                self.host.add(gone)
         return on_device + reloaded, reloaded
 
     def _tokens(self, prompt: Tokens, body: Body, *, wrong: bool) -> list[int]:
