@@ -60,6 +60,11 @@ class Request:
         return self.token_ids[self.prompt_length :]
 
     @property
+    def accepted_in_answer(self) -> int:
+        """Accepted drafts that are in the answer; a step may accept more behind the answer's end."""
+        return min(int(self.statistics.accepted or 0), max(0, len(self.output_ids) - 1 - len(self.steps)))
+
+    @property
     def is_decoding(self) -> bool:
         """The target has seen the whole prompt; every further step verifies a block."""
         return self.verified >= self.prompt_length

@@ -49,7 +49,8 @@ class AcceptanceStatistics:
         """Counts by the `usage` of answers, which has OpenAI's fields for predicted tokens.
 
         The first token of an answer is its prefill's; each other one is an accepted draft or the token of a step. So
-        steps without a draft count as verifications, and an answer that ends within a block has one step too few.
+        steps without a draft count as verifications. A server that counts accepted drafts behind the end of an answer
+        has one step too few for each.
 
         Args:
             tokens: `completion_tokens` of the answers.

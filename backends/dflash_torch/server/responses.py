@@ -39,7 +39,7 @@ class CachedTokens(BaseModel):
 
 
 class DraftedTokens(BaseModel):
-    """Drafted tokens, by OpenAI's names for predicted outputs. Rejected ones are not in `completion_tokens`."""
+    """Drafted tokens, by OpenAI's names for predicted outputs: those in `completion_tokens`, and all others."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -340,8 +340,8 @@ class Formatter(ABC):
         completion = sum(len(request.output_ids) for request in requests)
         details = None
         if self.block_size is not None:
-            counts = total(request.statistics for request in requests)
-            drafted, accepted = int(counts.drafted or 0), int(counts.accepted or 0)
+            drafted = int(total(request.statistics for request in requests).drafted or 0)
+            accepted = sum(request.accepted_in_answer for request in requests)
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
         return {
             "prompt_tokens": prompt,

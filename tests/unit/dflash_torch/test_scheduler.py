@@ -204,3 +204,16 @@ def test_requests_are_drafted_for_after_a_pause_unless_their_prefix_was_long(
         assert max(accepted for _, accepted in old.steps) > 0
     else:
         assert (new.reused, new.draftable) == ((len(prompt) - 1, False) if borrows else (0, True))
+
+
+def test_accepted_drafts_behind_the_end_are_not_in_the_answer(folders: Folders, truth: Truth) -> None:
+    """`usage` tells those in the answer: whoever derives the steps from it would count too few."""
+    scheduler, behind = tiny_engine(folders, width=4, truth=truth).scheduler, 0
+    for prompt, expected in truth.items():
+        for token in dict.fromkeys(expected[1:]):
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[token])
+            request = scheduler.join(prompt, params)
+            run(scheduler)
+            assert len(request.output_ids) - 1 - request.accepted_in_answer == len(request.steps)
+            behind += int(request.statistics.accepted or 0) - request.accepted_in_answer
+    assert behind > 0
