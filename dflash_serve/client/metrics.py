@@ -293,11 +293,24 @@ def _requests(samples: Samples, name: str | None) -> float | None:
     return sum(groups.values()) if groups else None
 
 
+def _counts_on(before: ServerReading, now: ServerReading) -> bool:
+    """False if a server or one of its workers began to count anew between the readings, or is another one."""
+    then = before.workers or {}
+    pairs = [(before, now), *((then[name], one) for name, one in (now.workers or {}).items() if name in then)]
+    counts = (zip(_totals(first), _totals(last), strict=True) for first, last in pairs)
+    grown = (first is None or last is None or first <= last for pair in counts for first, last in pair)
+    return now.same_workers(before) and all(grown)
+
+
+def _totals(reading: ServerReading) -> tuple[float | None, ...]:
+    return (reading.generated, *(reading.pace or (None, None)))
+
+
 def _headroom(before: ServerReading, now: ServerReading) -> float | None:
     if before.pace is None or now.pace is None:
         return None
     gained, expected = (last - first for first, last in zip(before.pace, now.pace, strict=True))
-    return gained / expected if gained >= 0 and expected > 0 else None
+    return gained / expected if expected > 0 else None
 
 
 @dataclass(frozen=True)
@@ -324,7 +337,8 @@ class LiveFigures:
         """The figures between two readings; a restart in between leaves counts unknown."""
         seconds, acceptance = now.seconds - before.seconds, now.since(before)
         rate, first, last = None, before.generated, now.generated
-        if now.same_workers(before) and first is not None and last is not None and last >= first:
+        counts_on = _counts_on(before, now)
+        if counts_on and first is not None and last is not None:
             rate = (last - first) / seconds
         steps, then = acceptance.steps, before.workers or {}
         each = {name: cls.between(then[name], one) for name, one in (now.workers or {}).items() if name in then}
@@ -342,7 +356,7 @@ class LiveFigures:
             widths={w: n / steps for w, n in sorted((acceptance.widths or {}).items())} if steps else None,
             trimmed=acceptance.trimmed,
             workers=each or None,
-            headroom=_headroom(before, now) if now.same_workers(before) else None,
+            headroom=_headroom(before, now) if counts_on else None,
         )
 
     @classmethod

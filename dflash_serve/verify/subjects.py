@@ -203,9 +203,11 @@ class SwitchedSubject(ServerSubject):
         if probe is not None:
             self._find_way(probe)
             self._found, self._late = self.settled(), probe.params.max_tokens or 0
-        elif (self.settled().since(self._found).verifications or 0) > self._late:
+            return False
+        later = self.settled().since(self._found).verifications
+        if later is not None and later > self._late:
             raise self._disobeyed(SHARED)  # its answers tell another number than it drafted
-        return False
+        return False if later is not None or self._found.acceptance.verifications is None else None
 
     def wrong_penalties(self) -> str | None:
         return None  # our own steps count them, at width 1, too

@@ -267,7 +267,8 @@ def _unproven(first: Asking, again: Asking, reload: Reload) -> Iterator[str]:
         others, of = (reload.cached_tokens or 0) - reload.reloaded_tokens, f"of {reload.prompt_tokens} prompt tokens"
         least = reload.filler_tokens + reload.prompt_tokens
         yield (
-            f"{others} {of} were still on the devices: the pool is larger than {reload.pool_tokens} tokens (--pool-tokens)"
+            f"{others} {of} were still on the devices: the pool is larger than {reload.pool_tokens} tokens "
+            "(--pool-tokens)"
             if others > ENOUGH * reload.prompt_tokens
             else f"{reload.reloaded_tokens or 'none'} {of} came back from a host tier: it is off, holds less than "
             f"{least} tokens, or has lost the drafter's K/V (vllm#47890)"

@@ -207,6 +207,18 @@ def test_metrics_that_count_drafts_for_plain_answers_are_believed_before_the_ans
         subject.speculates()
 
 
+def test_metrics_that_begin_anew_or_vanish_show_nothing_of_plain_answers(
+    switched: CheatingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = SwitchedSubject(Endpoint(SPECULATING))
+    assert subject.speculates(PROBE) is False
+    list(subject.answers([PROBE] * 2))
+    monkeypatch.setattr(switched, "drafts", 0)
+    assert subject.speculates() is None
+    monkeypatch.setattr(ServerSubject, "_reading", lambda _: ServerReading.unknown())
+    assert subject.speculates() is None
+
+
 def test_the_reason_of_a_server_that_refuses_the_switch_is_told(
     silent: CheatingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -321,6 +322,20 @@ def test_the_headroom_is_of_the_time_between_two_readings_and_of_all_workers() -
     assert found.workers["http://0"].headroom == 40 / 50
     assert LiveFigures.between(reading(0.0, (10, 10)), reading(1.0, (10, 10))).headroom is None, "idle"
     assert LiveFigures.between(reading(0.0, (10, 10)), reading(1.0, (1, 9))).headroom is None, "started anew"
+
+
+def test_rates_of_all_workers_are_unknown_where_one_of_them_began_anew() -> None:
+    def reading(seconds: float, *made: float) -> ServerReading:
+        each = [ServerReading(seconds, AcceptanceStatistics.unknown(), "x", one, pace=(one, one)) for one in made]
+        workers = ServerReading.of_workers({f"http://{number}": one for number, one in enumerate(each)})
+        return replace(workers, seconds=seconds)
+
+    sound = LiveFigures.between(reading(0.0, 1000, 200), reading(1.0, 2000, 300))
+    assert (sound.tokens_per_second, sound.headroom) == (1100, 1)
+    found = LiveFigures.between(reading(0.0, 1000, 200), reading(1.0, 2000, 50))
+    assert (found.tokens_per_second, found.headroom) == (None, None)
+    assert found.workers is not None
+    assert [one.tokens_per_second for one in found.workers.values()] == [1000, None]
 
 
 @pytest.mark.parametrize("text", ["<html>a login page</html>\n", "[cut off"])
