@@ -148,6 +148,17 @@ class CataloguedTarget(Frozen):
         """Its `model_type`."""
         return self.config.get("model_type")
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The keys of config.json, and where an interval tells the kind of each layer, the list of them that tables need."""
+        text = self.config.get("text_config", self.config)
+        interval, layers = text.get("full_attention_interval"), text.get("num_hidden_layers")
+        if not interval or "layer_types" in text:
+            return dict(self.config)
+        each = ["linear_attention" if layer % interval else "full_attention" for layer in range(1, layers + 1)]
+        whole = {**text, "layer_types": each}
+        return {**self.config, "text_config": whole} if "text_config" in self.config else whole
+
 
 class Catalogue(Frozen):
     """The data file of drafters."""

@@ -74,7 +74,7 @@ def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:
         return (target_configuration(model.model_copy(update={"model": str(target_described(name))})),)
     folder = Path(tempfile.mkdtemp(prefix="dflash-serve-plan-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps(known.config))
+    (folder / "config.json").write_text(json.dumps(known.configuration))
     return folder, f"{name} is not on this machine: its sizes are the catalogue's ({known.source})"
 
 

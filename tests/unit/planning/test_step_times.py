@@ -14,8 +14,10 @@ import yaml
 from dflash_serve.checkpoint.config import context_bytes
 from dflash_serve.checkpoint.storage import Format
 from dflash_serve.checkpoint.target import read_target_layout
+from dflash_serve.deployment.description import Deployment, Model
 from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.planning.methods import chain_of_target
+from dflash_serve.planning.pair import read_pair
 from dflash_serve.planning.step_times import (
     LIBRARY,
     MEMORY_SHARE,
@@ -153,6 +155,15 @@ def test_the_table_of_gpus_is_the_one_of_the_operator_tables(gpu: Gpu) -> None:
     assert figures == pytest.approx({name: told[name] for name in figures}, rel=0.07)
     assert gpu.has_fp8 == ("fp8_tc_flops" in told)
     assert gpu.has_fp4 == ("fp4_tc_flops" in told)
+
+
+@pytest.mark.skipif(not tables_installed(), reason="needs the extra [plan]")
+@pytest.mark.parametrize("target", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3.8-27B"])
+def test_tables_price_targets_whose_layers_have_their_kind_by_an_interval(target: str) -> None:
+    """The catalogue's configurations, as the hub's files of other releases, do not list each layer."""
+    pair = read_pair(Deployment(target=Model(model=target)))
+    times, why = priced(pair, B200, Split(), "sglang", 8, 1000)
+    assert isinstance(times, Tables), why
 
 
 def test_a_gpu_without_operator_tables_gets_the_roofline_that_says_so() -> None:
