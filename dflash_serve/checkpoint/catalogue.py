@@ -150,7 +150,7 @@ class CataloguedTarget(Frozen):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The keys of config.json, and where an interval tells the kind of each layer, the list of them that tables need."""
+        """The keys of config.json, with the kind of each layer, which operator tables ask for, where an interval has it."""
         text = self.config.get("text_config", self.config)
         interval, layers = text.get("full_attention_interval"), text.get("num_hidden_layers")
         if not interval or "layer_types" in text:
