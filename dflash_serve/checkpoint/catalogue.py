@@ -150,7 +150,7 @@ class CataloguedTarget(Frozen):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """The keys of config.json, with the kind of each layer, which operator tables ask for, where an interval has it."""
+        """The keys of config.json; an interval becomes the list of all layers' kinds, for which operator tables ask."""
         text = self.config.get("text_config", self.config)
         interval, layers = text.get("full_attention_interval"), text.get("num_hidden_layers")
         if not interval or "layer_types" in text:
