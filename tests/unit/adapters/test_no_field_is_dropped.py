@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic.fields import FieldInfo
 
 from dflash_serve.common.settings import fields_below, overlay
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.description import Deployment, Quantization
 from dflash_serve.errors import UserError
 from tests.support.golden_deployments import hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
@@ -34,10 +34,10 @@ UNTOLD: Fields = {"target": {"model": "Qwen/Qwen3-8B"}}
 ROWS: list[tuple[str, Fields, tuple[object, ...]]] = [
     ("target.model", on(), ("Qwen/Qwen3-8B", "openai/gpt-oss-120b")),
     ("target.revision", on(), REVISIONS),
-    ("target.quantization", on(), ("none", "fp8", "nvfp4", "mxfp4")),
+    ("target.quantization", on(), get_args(Quantization)),
     ("drafter.model", on(), ("z-lab/Qwen3-8B-DFlash-b16", "z-lab/Qwen3-4B-DFlash-b16")),
     ("drafter.revision", on(), REVISIONS),
-    ("drafter.quantization", on(), ("none", "fp8", "nvfp4", "mxfp4")),
+    ("drafter.quantization", on(), get_args(Quantization)),
     ("speculation.block_size", on(), (None, 8, 4)),
     ("speculation.width", on(), ("off", 4, 16)),
     ("speculation.draft_window", on(), (None, 512, 256)),
