@@ -259,11 +259,8 @@ class Quantization:
 
 
 LAYOUTS: Mapping[Layout, str] = {
-    "modelopt": "ModelOpt",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "quant_method fp8",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
+    **{"modelopt": "ModelOpt", "compressed-tensors": "compressed-tensors", "fp8": "quant_method fp8"},
+    **{"gptq": "GPTQ", "awq": "AWQ"},
 }
 
 
@@ -377,9 +374,8 @@ def _turned(entry: Mapping[str, object], method: str) -> Quantization | str:
     if method == "awq" and str(entry.get("version") or "gemm").lower() != "gemm":
         return f"{said}, version {entry.get('version')!r}"
     if method == "gptq" and (kind not in ("gptq", "gptq_v2") or entry.get("dynamic")):
-        return f"{said}, checkpoint_format {kind!r}" + (
-            " and rules by module (dynamic)" if entry.get("dynamic") else ""
-        )
+        rules = " and rules by module (dynamic)" if entry.get("dynamic") else ""
+        return f"{said}, checkpoint_format {kind!r}{rules}"
     scheme = Scheme(
         "w4a16" if bits == 4 else "w8a16",
         "gptq" if method == "gptq" else "awq",
