@@ -120,7 +120,7 @@ def _target_precision(settings: TensorRTLLMSettings) -> Iterator[Problem]:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
         do = "build it with `dflash-serve build`, and name the folder it wrote"
         yield Problem(what, "target.quantization", do if quantization in BUILT else "leave it out")
-    elif quantization not in ("none", native, settings.target.precision, *(BUILT if native == "modelopt" else ())):
+    elif quantization not in ("none", native, settings.target.precision):
         what = f"the target's weights are {settings.target.precision} already, not {quantization}"
         yield Problem(what, "target.quantization", f"set it to {'mxfp4' if native == 'mxfp4' else 'none'}")
     if gpu is not None:

@@ -188,7 +188,8 @@ def target_layout(target: TargetFiles, model: Model) -> TargetLayout:
     named, compressed = target.raw.get("architectures"), isinstance(keys.get("compress_ratios"), list)
     heads, experts = keys.size("num_attention_heads", 1), keys.size_of("experts")
     blocks = keys.size("moe_intermediate_size") // recipe.block_rows if recipe.block_rows and experts else 0
-    weights = _weights(keys, recipe.bits(model.quantization, keys.get("expert_dtype")))
+    asked = "none" if model.quantization == recipe.precision else model.quantization
+    weights = _weights(keys, recipe.bits(asked, keys.get("expert_dtype")))
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",

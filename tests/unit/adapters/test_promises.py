@@ -20,10 +20,11 @@ from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint import reader
 from dflash_serve.checkpoint.files import read_headers
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
+from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
 from dflash_serve.common import processes
-from dflash_serve.deployment.description import Deployment, Quantization
+from dflash_serve.deployment.description import Deployment, Model, Quantization
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
 from tests.support.built import flip_last_byte, seal
@@ -123,6 +124,9 @@ def test_a_quantised_target_may_be_called_by_its_own_format(
         assert "its weights are compressed-tensors in integers" in problems(engine, fields, target=target)
         return
     assert problems(engine, fields, target=target) == ""
+    called = [Model.model_validate({**target, "quantization": one}) for one in (format, "none")]
+    sizes = {read_target_layout(Path(one.model), one).weight_bytes for one in called}
+    assert len(sizes) == 1, "it needs the memory that it needs without a word"
     found = problems(engine, fields, target={**target, "quantization": "int8"})
     assert "target.quantization: " in found
     assert "int8" in found
