@@ -133,8 +133,10 @@ def _sinks(settings: SGLangSettings, drafter: DrafterConfig) -> Iterator[Problem
         do = "`dflash-serve convert --to deepspec --layout compressed-tensors` writes a form for other kernels"
         yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", do)
     elif drafter.attention_sinks and kernels not in WITH_SINKS:
-        what = f"attention sinks, which SGLang's attention has in {', '.join(WITH_SINKS)}, not in {kernels or 'all'}"
-        yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", "name one of these, or hardware.gpu")
+        have = f"not in {kernels}" if kernels else f"and {gpu.name if gpu else 'an unknown GPU'} has none by default"
+        what = f"attention sinks, which SGLang's attention has in {', '.join(WITH_SINKS)}, {have}"
+        do = "name one of these" if kernels or gpu else "name one of these, or hardware.gpu"
+        yield Problem(what, f"engine_args.sglang.{DRAFT_KERNELS}", do)
 
 
 def _widths(settings: SGLangSettings) -> Iterator[Problem]:  # for `auto`, whole blocks are verified, and a note says so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_serve.adapter.counters import LINES, PREFIX, read_slot_counters
+from dflash_serve.adapter.counters import LINES, PREFIX, counted_once, read_slot_counters
 from dflash_serve.adapter.facts import EngineFacts, MetricNames, Probes, Refusal, Releases
 from dflash_serve.common.prometheus import Samples, Scrape, rate
 from dflash_serve.speculation.statistics import AcceptanceStatistics
@@ -91,7 +91,7 @@ FACTS = EngineFacts(
     refusals=REFUSALS,
     drafting_arguments=("speculative_algorithm",),
     read_acceptance=read_acceptance,
-    kv_pool=lambda samples: samples.total("sglang:max_total_num_tokens"),
+    kv_pool=lambda samples: counted_once(samples, "sglang:max_total_num_tokens"),
     kv_reloaded=read_reloaded,
     server_flags=("api-key-file",),
     data_parallel=True,

@@ -29,7 +29,6 @@ from .settings import (
 )
 
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
-QUANTIZATION = {"fp8": "fp8", "nvfp4": "modelopt_fp4", "mxfp4": "mxfp4"}
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"
 """Variables by which Kubernetes' LeaderWorkerSet tells a process its place among several nodes."""
 DISTRIBUTED_PORT = 20000  # port of the leader's torch.distributed
@@ -176,9 +175,8 @@ class SGLangLaunch(SGLangSettings):
 
     def _precision(self) -> Iterator[Flag]:
         yield "--dtype", "bfloat16"
-        asked = self.deployment.target.quantization
-        if asked != "none" and self.target.native_quantization is None:
-            yield "--quantization", QUANTIZATION[asked]  # a quantised checkpoint says so itself
+        if self.deployment.target.quantization == "fp8" and self.target.native_quantization is None:
+            yield "--quantization", "fp8"  # a quantised checkpoint says so itself, and SGLang converts to no other
         kv_dtype = KV_DTYPES[self.deployment.kv_cache.dtype]
         if kv_dtype is not None:
             yield "--kv-cache-dtype", kv_dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dflash_serve.adapter.checks import (
+    BUILT,
     attention_head_problems,
     block_problems,
     check_pairing,
@@ -112,15 +113,16 @@ def _target_precision(settings: TensorRTLLMSettings) -> Iterator[Problem]:
     if native == "compressed-tensors":
         what = "its weights are compressed-tensors in integers, whose activations TensorRT-LLM takes for quantised too"
         yield Problem(what, "target.model", "serve an FP8 or NVFP4 checkpoint of it, or use --backend vllm")
-    if quantization == "mxfp4" and native != "mxfp4":
+    elif quantization == "mxfp4" and native != "mxfp4":
         what = "mxfp4 is how gpt-oss is published; TensorRT-LLM does not quantise to it"
-        yield Problem(what, "target.quantization", "use fp8 or nvfp4, or a gpt-oss checkpoint")
-    if quantization in ("fp8", "nvfp4") and native not in (None, "modelopt", quantization):
-        what = f"the target's weights are {native} already, not {quantization}"
-        yield Problem(what, "target.quantization", f"set it to {'mxfp4' if native == 'mxfp4' else 'none'}")
-    if quantization in ("fp8", "nvfp4") and native is None:
+        yield Problem(what, "target.quantization", "leave it out, or use a gpt-oss checkpoint")
+    elif quantization != "none" and native is None:
         what = f"the target's checkpoint is not {quantization}, and TensorRT-LLM loads weights as they are stored"
-        yield Problem(what, "target.quantization", "build it with `dflash-serve build`, and name the folder it wrote")
+        do = "build it with `dflash-serve build`, and name the folder it wrote"
+        yield Problem(what, "target.quantization", do if quantization in BUILT else "leave it out")
+    elif quantization not in ("none", native, settings.target.precision):
+        what = f"the target's weights are {settings.target.precision} already, not {quantization}"
+        yield Problem(what, "target.quantization", f"set it to {'mxfp4' if native == 'mxfp4' else 'none'}")
     if gpu is not None:
         kv = settings.deployment.kv_cache.dtype
         for where, formats in (("target.quantization", (quantization, native)), ("kv_cache.dtype", (kv,))):

@@ -170,9 +170,8 @@ class VLLMLaunch(VLLMSettings):
 
     def _precision(self) -> Iterator[Flag]:
         yield "--dtype", self.dtype
-        asked = self.deployment.target.quantization
-        if asked != "none" and self.target.native_quantization is None:
-            yield "--quantization", asked  # a quantised checkpoint says so itself
+        if self.deployment.target.quantization == "fp8" and self.target.native_quantization is None:
+            yield "--quantization", "fp8"  # a quantised checkpoint says so itself; other formats are refused
         if self.on_cpu and "enforce-eager" not in self.given:
             yield ("--enforce-eager",)  # compiling for a CPU takes minutes at every start
         if self.deployment.kv_cache.dtype != "auto":

@@ -93,16 +93,22 @@ def unused_speculation(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(f"width {width}, but there is no drafter", "speculation.width", do)
 
 
+BUILT = ("fp8", "nvfp4")
+"""Formats that `dflash-serve build` makes of a target."""
+BUILT_OF_DRAFTERS = (*BUILT, "int8", "w8a16", "w4a16")
+
+
 def quantization_problems(deployment: Deployment, target: TargetLayout) -> Iterator[Problem]:
     """A number format of the target that its checkpoint has not. Engines convert bf16 weights to fp8."""
     asked, native = deployment.target.quantization, target.native_quantization
     where = "target.quantization"
-    if asked != "none" and native not in (None, asked):
+    if asked != "none" and native is not None and asked not in (native, target.precision):
         do = "leave it out: a quantised checkpoint says its format itself"
-        yield Problem(f"{asked} is asked for, but the checkpoint is {native}", where, do)
+        yield Problem(f"{asked} is asked for, but the checkpoint is {target.precision}", where, do)
     elif asked not in ("none", "fp8") and native is None:
         what = f"{asked} is asked for, but the checkpoint is not quantised"
-        yield Problem(what, where, f"give a checkpoint in {asked}; `dflash-serve build` makes one")
+        do = f"give a checkpoint in {asked}, or leave it out"
+        yield Problem(what, where, f"{do}; `dflash-serve build` makes one" if asked in BUILT else do)
 
 
 def drafter_quantization_problems(deployment: Deployment, found: Quantization | None) -> Iterator[Problem]:
@@ -111,7 +117,9 @@ def drafter_quantization_problems(deployment: Deployment, found: Quantization | 
     have = found.format if found else "none"
     if asked not in ("none", have):
         what = f"the drafter's checkpoint is {'not quantised' if have == 'none' else have}, not {asked}"
-        do = f"set it to {have}; or build the drafter with `dflash-serve build`, and name the folder it wrote"
+        do = f"set it to {have}"
+        if asked in BUILT_OF_DRAFTERS:
+            do += "; or build the drafter with `dflash-serve build`, and name the folder it wrote"
         yield Problem(what, "drafter.quantization", do)
 
 

@@ -34,6 +34,7 @@ PACE = {
 }
 """Counters whose quotient is the speculative headroom (`Pace`), by name: their help."""
 TRIMMED = "trimmed"  # Width of a step with a draft of which the engine verified an unknown part
+COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
 SPECULATING = ', width!="1"'  # selects the steps that verified at least one drafted token
 LINES = SpeculationLines(
     acceptance_length=(
@@ -109,6 +110,20 @@ def read_pace(samples: Samples) -> tuple[float, float] | None:
     """Tokens gained and expected since the server started; None = it has no such counters."""
     gained, expected = (samples.total(f"{name}_total") for name in PACE)
     return None if gained is None or expected is None else (gained, expected)
+
+
+def counted_once(samples: Samples, name: str | None) -> float | None:
+    """A gauge's sum over a server's data-parallel ranks, each counted once; None if there is no such sample.
+
+    SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty, and
+    --enable-metrics-for-all-schedulers gives the gauges of a data-parallel rank once for each rank of its group.
+    """
+    groups = dict[frozenset[tuple[str, str]], float]()
+    for labels, count in samples.named(name or ""):
+        if not labels.get("priority"):
+            group = frozenset(label for label in labels.items() if label[0] not in COPIES)
+            groups[group] = max(count, groups.get(group, 0.0))
+    return sum(groups.values()) if groups else None
 
 
 def slot_counts(counts: AcceptanceStatistics, block_size: int) -> dict[str, dict[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from dflash_serve.adapter.draft_layouts import Layouts, layout_verdict
@@ -80,8 +81,23 @@ def rule(
     return _of_problem(problems[0])
 
 
-def checkpoint_verdict(backend: Backend, checkpoint: Checkpoint, family: str | None) -> EngineVerdict:
-    """An engine's verdict on a drafter whose files are there; `family` as for `rule`."""
+def checkpoint_verdict(
+    backend: Backend, checkpoint: Checkpoint, family: str | None, problems: Sequence[Problem] = ()
+) -> EngineVerdict:
+    """An engine's verdict on a drafter whose files are there.
+
+    Args:
+        family: as for `rule`.
+        problems: of the drafter or of its target, with which no engine serves it, or serves it wrongly.
+    """
+    found = _stored_verdict(backend, checkpoint, family)
+    others = sorted(map(_of_problem, problems), key=lambda one: one.verdict != "refused")  # those first
+    if not others or found.verdict not in ("served", "after convert", "not known"):
+        return found
+    return found if found.verdict == others[0].verdict else others[0]
+
+
+def _stored_verdict(backend: Backend, checkpoint: Checkpoint, family: str | None) -> EngineVerdict:
     config, quantization = checkpoint.config, checkpoint.quantization
     unread = checkpoint.problems[0].what if config is None and checkpoint.problems else None
     found = rule(

@@ -265,11 +265,13 @@ def read_figures(export: Mapping[str, Any], *, where: str) -> Figures:
         first_token_ms=get("time_to_first_token", "p50"),
         first_token_p99_ms=get("time_to_first_token", "p99"),
         inter_token_ms=get("inter_token_latency", "p50"),
-        told=_acceptance(export, get),
+        told=_acceptance(export, get, whole or requests),
     )
 
 
-def _acceptance(export: Mapping[str, Any], get: Callable[[str], float | None]) -> AcceptanceStatistics | None:
+def _acceptance(
+    export: Mapping[str, Any], get: Callable[[str], float | None], answers: float
+) -> AcceptanceStatistics | None:
     # The section has a histogram of steps by accepted drafts; the widths of the steps are not in it.
     lengths = {int(length): float(steps) for length, steps in (export.get(LENGTHS) or {}).items()}
     if (drafted := get("total_draft_tokens")) is not None and lengths:
@@ -279,7 +281,7 @@ def _acceptance(export: Mapping[str, Any], get: Callable[[str], float | None]) -
     tokens, accepted, rejected = (get(f"total_usage_{name}") for name in names)
     if tokens is None or accepted is None or rejected is None:
         return None
-    return AcceptanceStatistics.of_usage(tokens, accepted, rejected, get("request_count") or 1)
+    return AcceptanceStatistics.of_usage(tokens, accepted, rejected, answers)  # of those that have usage
 
 
 def _error(log: Path) -> str:

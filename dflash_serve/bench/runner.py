@@ -21,6 +21,7 @@ from dflash_serve.bench.settings import (
     find_variants,
     metrics_urls,
     read_deployment,
+    require_servers,
     schedule,
     slug,
 )
@@ -95,6 +96,9 @@ class Bench:
             UserError: the folder cannot be used, a server or aiperf failed; finished runs are kept.
             KeyboardInterrupt: finished runs are kept, and a report of them is written.
         """
+        if self.start is None and not (self.settings.output / RUNS).exists():
+            find_aiperf()
+            require_servers(self.settings)  # before folders are made
         self.open_stores()
         try:
             with sigterm_interrupts():

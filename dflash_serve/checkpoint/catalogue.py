@@ -206,7 +206,9 @@ def drafters_of(target: str) -> list[CataloguedDrafter]:
 
 def unknown_target(target: str) -> UserError:
     """The error for a target without a drafter."""
-    near = did_you_mean(target, sorted({drafter.target for drafter in catalogue().drafters}))
+    known = sorted({drafter.target for drafter in catalogue().drafters})
+    longer = [name for name in known if name.lower().startswith(target.lower())]
+    near = did_you_mean(target, longer) or did_you_mean(target, known)
     do = near or "`dflash-serve drafters` lists them all; `dflash-serve train` makes one"
     return UserError(f"no published drafter of it is known (catalogue of {catalogue().gathered})", where=target, do=do)
 

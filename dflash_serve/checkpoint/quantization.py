@@ -25,7 +25,7 @@ from dflash_serve.errors import Problem, raise_problems
 if TYPE_CHECKING:
     from dflash_serve.deployment.description import Quantization as Requested
 
-BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}
+BITS: Mapping[str, float] = {"none": 16, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25, "fp8-block": 8, "int8": 8, "w8a16": 8}
 """Bits per weight with its scales: NVFP4 has 8 bits for 16 values, MXFP4 8 for 32."""
 OTHER_BITS = 4.5  # bits per weight of any other method: INT4 with scales (compressed-tensors, AWQ, GPTQ)
 FORMATS = {"nvfp4": ("nvfp4", "fp4_pack"), "mxfp4": ("mxfp4",), "fp8": ("fp8", "float-quantized")}
@@ -63,6 +63,13 @@ class QuantizationRecipe:
             if any(mark in word for word in words for mark in marks):
                 return name
         return words[0] if words else None
+
+    @property
+    def precision(self) -> str | None:
+        """The format in a deployment's words, as `fp8-block` and `w4a16`, where its files tell it; else `format`."""
+        entry = _entry(self.fields)
+        found = _quantization(entry, "", Path()) if entry else None
+        return found.format if isinstance(found, Quantization) else self.format
 
     @property
     def by_module(self) -> Mapping[str, str]:
@@ -252,11 +259,8 @@ class Quantization:
 
 
 LAYOUTS: Mapping[Layout, str] = {
-    "modelopt": "ModelOpt",
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "quant_method fp8",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
+    **{"modelopt": "ModelOpt", "compressed-tensors": "compressed-tensors", "fp8": "quant_method fp8"},
+    **{"gptq": "GPTQ", "awq": "AWQ"},
 }
 
 
@@ -370,9 +374,8 @@ def _turned(entry: Mapping[str, object], method: str) -> Quantization | str:
     if method == "awq" and str(entry.get("version") or "gemm").lower() != "gemm":
         return f"{said}, version {entry.get('version')!r}"
     if method == "gptq" and (kind not in ("gptq", "gptq_v2") or entry.get("dynamic")):
-        return f"{said}, checkpoint_format {kind!r}" + (
-            " and rules by module (dynamic)" if entry.get("dynamic") else ""
-        )
+        rules = " and rules by module (dynamic)" if entry.get("dynamic") else ""
+        return f"{said}, checkpoint_format {kind!r}{rules}"
     scheme = Scheme(
         "w4a16" if bits == 4 else "w8a16",
         "gptq" if method == "gptq" else "awq",

@@ -149,6 +149,7 @@ class TargetLayout:
     recurrent: bool  # some layers keep a state instead of keys and values (GDN, Mamba, short convolutions)
     penalises: bool  # generation_config.json penalises repetitions by default in every request (Qwen3-Coder)
     kv_layers: tuple[CachedLayer, ...]  # the layers with keys and values
+    precision: str | None = None  # `native_quantization` in a deployment's words (`fp8-block`, `w4a16`)
     quantized_kv: bool = False  # the checkpoint requests quantised keys and values
     dtype: str | None = None  # number format of what is not quantised (`float16`); None = not in config.json
     state_bytes: int = 0  # one sequence's state in all recurrent layers; its convolutions are 2 % of it, and left out
@@ -187,7 +188,8 @@ def target_layout(target: TargetFiles, model: Model) -> TargetLayout:
     named, compressed = target.raw.get("architectures"), isinstance(keys.get("compress_ratios"), list)
     heads, experts = keys.size("num_attention_heads", 1), keys.size_of("experts")
     blocks = keys.size("moe_intermediate_size") // recipe.block_rows if recipe.block_rows and experts else 0
-    weights = _weights(keys, recipe.bits(model.quantization, keys.get("expert_dtype")))
+    asked = "none" if model.quantization == recipe.precision else model.quantization
+    weights = _weights(keys, recipe.bits(asked, keys.get("expert_dtype")))
     return TargetLayout(
         shape=shape,
         architecture=str(named[0]) if isinstance(named, list) and named else "unknown",
@@ -208,6 +210,7 @@ def target_layout(target: TargetFiles, model: Model) -> TargetLayout:
         kv_layers=tuple(_compressed_layers(keys) if compressed else _kv_layers(keys)),
         state_bytes=_state_bytes(keys),
         state_layers=_state_layers(keys),
+        precision=recipe.precision,
         quantized_kv=compressed or recipe.quantises_kv,
         dtype=_dtype(keys.fields) or _dtype(target.raw),
     )

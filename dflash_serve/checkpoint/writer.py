@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from dflash_serve.checkpoint.config import DrafterConfig
@@ -43,7 +44,7 @@ def write_drafter(
         overwrite: replace an existing checkpoint.
         quantised: our names of quantised modules -> their storage.
         behind: as for `declaring.declarations`.
-        dry_run: check everything and write nothing.
+        dry_run: check everything, also that something can be written there, and write nothing.
 
     Raises:
         UserError: the destination is taken or cannot be written, or the dialect cannot express this drafter.
@@ -62,12 +63,13 @@ def write_drafter(
         from dflash_serve.checkpoint.conversions import target_mask
 
         added["t2d"] = target_mask(tensors["d2t"], config.vocab_size)
-    if dry_run:
-        return
     files = {"config.json": {**fields, "dtype": dtype, "torch_dtype": dtype}}
     for name, declared in declarations(config, quantised, behind).items():
         files[name] = {**files.get(name, {}), **declared}
     try:
+        if dry_run:
+            with TemporaryDirectory(dir=next(each for each in folder.parents if each.exists())):
+                return
         with whole_folder(folder) as scratch:
             for name, content in files.items():
                 text = json.dumps(content, indent=2, sort_keys=True)

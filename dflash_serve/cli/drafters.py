@@ -165,12 +165,11 @@ def inspect(
     checkpoint = open_checkpoint(drafter, revision, block_size=block_size)
     with shown(quiet=quiet or as_json), doing(f"reading the weights of {drafter}"):
         problems = checkpoint.problems + weight_problems(checkpoint)
-    notes = _list_notes(checkpoint)
+    notes, unread = _list_notes(checkpoint), list[Problem]()
     family, pairing = published_family(drafter), Precisions(precision_of_training(drafter), None)
     if target is not None and checkpoint.config is not None:
         try:
-            shape = _shape(target)
-            family = shape.model_type
+            family = (shape := _shape(target)).model_type
             problems += check_pairing(checkpoint.config, shape)
             notes += pairing_notes(checkpoint.config, shape)
             precision = read_target_format(target_described(target)) or BF16
@@ -181,8 +180,9 @@ def inspect(
             elif _has_own_head(checkpoint):
                 problems += _own_head_problems(checkpoint, target)
         except UserError as error:  # what was read of the drafter is shown all the same
-            problems.append(error.problem())
-    engines = {name: checkpoint_verdict(backend(name), checkpoint, family) for name in installed()}
+            unread.append(error.problem())
+    engines = {name: checkpoint_verdict(backend(name), checkpoint, family, problems) for name in installed()}
+    problems += unread
     if as_json:
         typer.echo(json.dumps(_as_json(checkpoint, problems, notes, engines, pairing), indent=2))
     else:

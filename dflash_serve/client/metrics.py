@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dflash_serve.adapter.counters import PREFIX, read_pace
+from dflash_serve.adapter.counters import PREFIX, counted_once, read_pace
 from dflash_serve.adapter.registry import backend, installed
 from dflash_serve.common.http import Connection, RefusedError
-from dflash_serve.common.prometheus import Samples, Scrape
+from dflash_serve.common.prometheus import Scrape
 from dflash_serve.errors import UserError
 from dflash_serve.speculation.statistics import AcceptanceStatistics, total
 
-COPIES = ("tp_rank", "pp_rank", "moe_ep_rank")  # Labels of SGLang's ranks that run the same requests
 ROUTER = "/engine_metrics"
 """Page of SGLang's router and of smg with all metrics of their workers; the label `worker_addr` names the worker.
 sglang-router 0.3.2 writes `_` for `:` in their names, smg 1.13.0 leaves them as they are."""
@@ -272,25 +271,14 @@ def reading_of(scrape: Scrape) -> ServerReading:
             acceptance=acceptance,
             engine=acceptance.engine or facts.title,
             generated=samples.total(names.generated),
-            running=_requests(samples, names.running),
-            queued=_requests(samples, names.queued),
+            running=counted_once(samples, names.running),
+            queued=counted_once(samples, names.queued),
             kv_cache_usage=sum(usage) / len(usage) if usage else None,
             pace=read_pace(samples),
             kv_pool=facts.kv_pool(samples),
             kv_reloaded=facts.kv_reloaded(samples),
         )
     return ServerReading.unknown()
-
-
-def _requests(samples: Samples, name: str | None) -> float | None:
-    # SGLang's priority scheduling gives the requests of each priority beside the total, whose priority is empty, and
-    # --enable-metrics-for-all-schedulers gives those of a data-parallel group once for each of its ranks.
-    groups = dict[frozenset[tuple[str, str]], float]()
-    for labels, count in samples.named(name or ""):
-        if not labels.get("priority"):
-            group = frozenset(label for label in labels.items() if label[0] not in COPIES)
-            groups[group] = max(count, groups.get(group, 0.0))
-    return sum(groups.values()) if groups else None
 
 
 def _counts_on(before: ServerReading, now: ServerReading) -> bool:

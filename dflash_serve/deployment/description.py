@@ -122,8 +122,8 @@ class Model(Frozen):
     """A commit of the hub repository; checkpoints are replaced in place there, so pin it."""
     quantization: Quantization = "none"
     """Number format of the served weights; none = the checkpoint's. SGLang and vLLM convert a target's bf16 weights to
-    fp8 while loading; any other format, and a drafter's, must be the checkpoint's own (`dflash-serve build`). int8 is
-    weights and activations, w8a16 and w4a16 integers of weights alone."""
+    fp8 while loading; any other format, and a drafter's, must be the checkpoint's own (`dflash-serve build` makes
+    targets in fp8 and nvfp4). int8 is weights and activations, w8a16 and w4a16 integers of weights alone."""
 
 
 class Speculation(Frozen):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 GIB = 1 << 30
 PER_NODE = 8
 """Largest number of GPUs in one node; an NVL72 rack counts as several nodes."""
+A_PART = r".*(-\d+[A-Z]\b|\bMIG\b)"  # what follows a product's name in that of a vGPU or of a MIG slice
 NVLINK, PCIE_4, PCIE_5 = 900e9, 32e9, 64e9  # Bytes/s to a neighbour, one way
 
 
@@ -88,5 +89,8 @@ GPUS = {
 
 
 def named_by(product: str) -> Gpu | None:
-    """The GPU that nvidia-smi calls by this name, such as `NVIDIA H100 80GB HBM3`; None = none that is known."""
-    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.product}(?!\w)", product)), None)
+    """The GPU that nvidia-smi calls by this name, such as `NVIDIA H100 80GB HBM3`; None = none that is known.
+
+    A part of one is none: neither a vGPU (`NVIDIA H200-18C`) nor a MIG slice (`NVIDIA H200 MIG 1g.18gb`).
+    """
+    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.product}(?!\w|{A_PART})", product)), None)

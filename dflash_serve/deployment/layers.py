@@ -24,13 +24,14 @@ from dflash_serve.common.settings import (
     without_nulls,
 )
 from dflash_serve.deployment.description import Deployment
-from dflash_serve.deployment.gpus import GPUS, named_by
+from dflash_serve.deployment.gpus import GIB, GPUS, named_by
 from dflash_serve.errors import UserError
 
 OTHER_VARIABLES = ("API_KEY", "COST_TABLE", "SURVIVAL")  # Variables of ours that are not keys of a deployment
 AUTO = "auto"
 NAMES = (AUTO, ALIAS, WITH_HEAD)  # Models that are no folder, even where there is one of that name
 COMMAND_LINE = "command line"
+WHOLE = 0.9  # least share of the memory in our table that a whole GPU has
 
 
 class GivenValue(NamedTuple):
@@ -152,6 +153,11 @@ def _gpu_here() -> str:
         raise UserError(f"auto takes this machine's GPU, and {found}", where=where, do=do)
     if (gpu := named_by(products[0])) is None:
         raise UserError(f"nothing is known of this machine's {products[0]}", where=where, do=do)
+    least = min((int(each) << 20 for each in query_gpus("memory.total") if each.isdecimal()), default=gpu.memory)
+    if least < WHOLE * gpu.memory or "Enabled" in query_gpus("mig.mode.current"):
+        told = f"{least / GIB:.0f} GiB" if least < WHOLE * gpu.memory else "MIG slices"
+        what = f"this machine's {products[0]} has {told}, a whole {gpu.name} has {gpu.memory / GIB:.0f} GiB"
+        raise UserError(what, where=where, do="leave it out: nothing is known of a part of a GPU")
     return gpu.name
 
 

@@ -85,6 +85,11 @@ REFUSED: list[tuple[str, Changes, str]] = [
         {"autoscaling.headroom": 0.8},
         "autoscaling.headroom: needs kind keda, and an engine whose widths our policy",
     ),
+    (
+        DGX,
+        {"backend": "vllm", "autoscaling.headroom": 0.8, "deployment.speculation": {"width": 4}},
+        "autoscaling.headroom: with deployment.speculation.width 4 no policy chooses widths",
+    ),
     (DGX, {"secrets.apiKeys.name": "clients"}, "secrets.apiKeys.name: tensorrt-llm has no API keys"),
     ("sglang", {"service.type": "LoadBalancer"}, "service.type: LoadBalancer opens a server without keys"),
     ("sglang", {"hostNetwork": True}, "hostNetwork: the network policy does not apply to it"),

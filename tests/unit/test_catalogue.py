@@ -210,6 +210,7 @@ def test_what_is_not_known_is_shown_as_such() -> None:
     ("target", "refusals", "words"),
     [
         ("Qwen/Qwen3-8", (), "did you mean Qwen/Qwen3-8B?"),
+        ("Qwen/Qwen3-Coder-30B-A3B", (), "did you mean Qwen/Qwen3-Coder-30B-A3B-Instruct?"),
         ("no/such", (), "no published drafter of it is known"),
         ("Qwen/Qwen3-8B", ("no",), "no drafter of Qwen/Qwen3-8B is served by this backend"),
     ],

@@ -339,12 +339,39 @@ def test_auto_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch, produc
         ),
         (["NVIDIA A100-SXM4-40GB"], "nothing is known of this machine's NVIDIA A100-SXM4-40GB"),
         (["NVIDIA GH200 480GB"], "nothing is known of this machine's NVIDIA GH200 480GB"),
+        (["NVIDIA L40S-24C"], "nothing is known of this machine's NVIDIA L40S-24C"),
+        (["NVIDIA H200-1-18C"], "nothing is known of this machine's NVIDIA H200-1-18C"),
+        (["NVIDIA H200 MIG 1g.18gb"], "nothing is known of this machine's NVIDIA H200 MIG 1g.18gb"),
+        (["NVIDIA RTX PRO 6000 Blackwell DC-48C"], "machine's NVIDIA RTX PRO 6000 Blackwell DC-48C"),
     ],
 )
 def test_auto_where_no_known_gpu_is_says_so(monkeypatch: pytest.MonkeyPatch, found: list[str], message: str) -> None:
     monkeypatch.setattr(layers, "query_gpus", lambda field: found)
     with pytest.raises(UserError, match=rf"hardware\.gpu: .*{message}; name one: a100, l40s, .*; or leave it out"):
         load_deployment(None, {"target": {"model": "smollm2"}, "hardware": {"gpu": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("memory", "slices", "message"),
+    [
+        (["143771"], ["Disabled"], None),
+        (["[N/A]"], ["[N/A]"], None),
+        ([], [], None),
+        (["143771", "18432"], ["Disabled", "Disabled"], "has 18 GiB, a whole h200 has 139 GiB"),
+        (["143771"], ["Enabled"], "has MIG slices, a whole h200 has 139 GiB"),
+    ],
+)
+def test_auto_takes_no_part_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, memory: list[str], slices: list[str], message: str | None
+) -> None:
+    told = {"name": ["NVIDIA H200"], "memory.total": memory, "mig.mode.current": slices}
+    monkeypatch.setattr(layers, "query_gpus", told.__getitem__)
+    flags = {"target": {"model": "smollm2"}, "hardware": {"gpu": "auto"}}
+    if message is None:
+        assert load_deployment(None, flags).hardware.gpu == "h200"
+        return
+    with pytest.raises(UserError, match=rf"hardware\.gpu: this machine's NVIDIA H200 {message}; leave it out"):
+        load_deployment(None, flags)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "smollm2", "Qwen3-8B", "~/models/x"])

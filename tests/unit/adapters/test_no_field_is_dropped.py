@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic.fields import FieldInfo
 
 from dflash_serve.common.settings import fields_below, overlay
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.description import Deployment, Quantization
 from dflash_serve.errors import UserError
 from tests.support.golden_deployments import hub
 from tests.support.paper_models import write_paper_drafter, write_paper_target
@@ -34,10 +34,10 @@ UNTOLD: Fields = {"target": {"model": "Qwen/Qwen3-8B"}}
 ROWS: list[tuple[str, Fields, tuple[object, ...]]] = [
     ("target.model", on(), ("Qwen/Qwen3-8B", "openai/gpt-oss-120b")),
     ("target.revision", on(), REVISIONS),
-    ("target.quantization", on(), ("none", "fp8", "nvfp4", "mxfp4")),
+    ("target.quantization", on(), get_args(Quantization)),
     ("drafter.model", on(), ("z-lab/Qwen3-8B-DFlash-b16", "z-lab/Qwen3-4B-DFlash-b16")),
     ("drafter.revision", on(), REVISIONS),
-    ("drafter.quantization", on(), ("none", "fp8", "nvfp4", "mxfp4")),
+    ("drafter.quantization", on(), get_args(Quantization)),
     ("speculation.block_size", on(), (None, 8, 4)),
     ("speculation.width", on(), ("off", 4, 16)),
     ("speculation.draft_window", on(), (None, 512, 256)),
@@ -153,3 +153,23 @@ def test_bfloat16_is_honoured_for_a_checkpoint_in_another_format(
         option = {"hardware.dtype": "--dtype", "kv_cache.dtype": "--kv-cache-dtype"}[field]
         argv = adapter(engine).launch(Deployment.model_validate(fields)).command(tmp_path).argv
         assert argv[argv.index(option) + 1] == "bfloat16"
+
+
+@every_engine
+@pytest.mark.parametrize("recipe", [
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+    {"quant_method": "modelopt", "quant_algo": "INT4_AWQ"},
+    {"quant_method": "fp8"}, {"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 8, "group_size": 128},
+])  # fmt: skip
+def test_no_engine_serves_a_quantised_target_in_another_format_without_a_word(
+    engine: str, recipe: Fields, tmp_path: Path
+) -> None:
+    folder = write_paper_target(tmp_path / "target", recipe=recipe)
+    models = {"target": {"model": str(folder)}, "drafter": {"model": str(write_paper_drafter(tmp_path / "drafter"))}}
+    served = [
+        format
+        for format in get_args(Quantization)
+        if launched(engine, overlay({**models, "hardware": {"gpu": "b200"}}, {"target": {"quantization": format}}))
+    ]
+    own = {"fp8": ["fp8"], "mxfp4": ["mxfp4"], "gptq": ["w8a16"]}.get(str(recipe["quant_method"]), [])
+    assert served == ["none", *own]

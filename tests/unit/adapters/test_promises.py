@@ -8,21 +8,23 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dflash_serve.adapter.checks import BUILT, BUILT_OF_DRAFTERS
 from dflash_serve.adapter.protocol import InProcessBackend, ServerBackend
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.checkpoint import reader
 from dflash_serve.checkpoint.files import read_headers
 from dflash_serve.checkpoint.source import record_survival, recorded_survival
+from dflash_serve.checkpoint.target import read_target_layout
 from dflash_serve.cli import serve
 from dflash_serve.cli.main import app
 from dflash_serve.common import processes
-from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.description import Deployment, Model, Quantization
 from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError
 from tests.support.built import flip_last_byte, seal
@@ -92,6 +94,49 @@ def test_a_fault_is_found_and_says_what_to_do(
 ) -> None:
     change = {key: {**fields.get(key, {}), **value} for key, value in change.items()}
     assert said in problems(engine, fields, **change)
+
+
+@every_engine
+@pytest.mark.parametrize("format", set(get_args(Quantization)) - {"none"})
+def test_a_format_of_a_plain_target_is_refused_or_converted_to(
+    engine: str, format: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    target = {**fields["target"], "quantization": format}
+    found = problems(engine, fields, target=target)
+    launch = adapter(engine).launch(Deployment.model_validate({**fields, "target": target}))
+    argv = launch.command(tmp_path).argv  # a dry run shows it beside the problems
+    assert ("--quantization" in argv) == (found == "") == (engine != "tensorrt-llm" and format == "fp8")
+    assert ("dflash-serve build" in found) == (found != "" and format in ("fp8", "nvfp4"))
+
+
+@every_engine
+@pytest.mark.parametrize(("format", "recipe"), [
+    ("fp8-block", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ("w4a16", {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128,
+                                           "symmetric": True}}}}),
+])  # fmt: skip
+def test_a_quantised_target_may_be_called_by_its_own_format(
+    engine: str, format: str, recipe: dict[str, object], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    target = {"model": str(write_paper_target(tmp_path / "quantised", recipe=recipe)), "quantization": format}
+    if engine == "tensorrt-llm" and format == "w4a16":
+        assert "its weights are compressed-tensors in integers" in problems(engine, fields, target=target)
+        return
+    assert problems(engine, fields, target=target) == ""
+    called = [Model.model_validate({**target, "quantization": one}) for one in (format, "none")]
+    sizes = {read_target_layout(Path(one.model), one).weight_bytes for one in called}
+    assert len(sizes) == 1, "it needs the memory that it needs without a word"
+    found = problems(engine, fields, target={**target, "quantization": "int8"})
+    assert "target.quantization: " in found
+    assert "int8" in found
+    assert f" {format}" in found
+
+
+def test_build_makes_the_formats_that_it_is_advised_for() -> None:
+    recipes = pytest.importorskip("dflash_engines.recipe")
+    assert set(BUILT) == set(get_args(recipes.Format))
+    assert set(BUILT_OF_DRAFTERS) == {*get_args(recipes.Format), *get_args(recipes.Integers)}
 
 
 @every_engine

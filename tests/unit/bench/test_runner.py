@@ -100,6 +100,25 @@ UNKNOWN: Any = dict.fromkeys(("first_token_ms", "first_token_p99_ms", "inter_tok
 FIGURES = Figures(requests=1, errors=0, output_tokens=1.0, seconds=1.0, throughput=1.0, interactivity=1.0, **UNKNOWN)
 
 
+class Absent(Fake):
+    """One whose engine is not installed."""
+
+    def launch(self, deployment: Deployment) -> FakeLaunch:
+        launch = super().launch(deployment)
+        object.__setattr__(launch, "command", lambda *_, **__: Command(("no-such-engine",)))
+        return launch
+
+
+def test_an_engine_that_is_not_installed_leaves_no_folders_behind(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_serve.bench.settings.server_backend", lambda _: Absent())
+    monkeypatch.setattr("dflash_serve.bench.runner.find_aiperf", lambda: ["aiperf"])
+    with pytest.raises(UserError, match="no-such-engine: not installed"):
+        Bench(settings(**small)).run(quiet)
+    assert not small["output"].exists()
+
+
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_in_turn_there_is_never_more_than_one(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, in_turn: bool

@@ -231,6 +231,10 @@ def test_acceptance_by_answers_is_aiperfs_section_else_their_usage() -> None:
     assert told is not None
     assert (told.verifications, told.drafted, told.accepted) == (128 - 8 - 80, 120, 80)  # eight prefills
     assert told.acceptance_length == 3
+    cut = {**by_usage, "usage_completion_tokens": {"unit": "tokens", "avg": 32.0, "count": 4}}
+    told = read_figures(cut, where="x").told
+    assert told is not None
+    assert told.verifications == 128 - 4 - 80, "four streams ended before their usage"
     section = {"pooled_spec_decode_acceptance_histogram": {"0": 10, "1": 6, "3": 4}, **total(draft_tokens=60.0)}
     told = read_figures(by_usage | section, where="x").told
     assert told is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -166,6 +167,15 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "other"), "--dry-run"]).output
     assert "weights: 14 weights in W4A16 (compressed-tensors); no value changed" in text
     assert text.endswith("nothing was written\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "out"}
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_dry_run_refuses_what_cannot_be_written(tmp_path: Path, options: list[str]) -> None:
+    source = write_in_layout(tmp_path / "d", FORMS["w4a16"])
+    below_a_file = source / "config.json" / "out"
+    done = CliRunner().invoke(app, ["convert", str(source), str(below_a_file), *options])
+    assert re.fullmatch(rf"{below_a_file}: cannot be written \(.*\); give another destination", str(done.exception))
 
 
 @pytest.mark.parametrize(

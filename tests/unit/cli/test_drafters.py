@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dflash_serve.adapter.checks import pairing_notes
+from dflash_serve.adapter.registry import installed
 from dflash_serve.checkpoint.formats import Format
 from dflash_serve.checkpoint.reader import DIALECTS, read_config
 from dflash_serve.checkpoint.storage import Scheme
@@ -114,10 +115,15 @@ def another_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", {"architectures": ["DFlash2DraftModel"]})
 
 
+def without_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
 FAULTS: dict[Callable[[Path], None], tuple[str, ...]] = {
     nan_and_renamed: ("tensor fc.weight [32, 96] is missing", "tensor extra [32, 96]", "norm.weight has 1 values that"),
     zeros: ("nothing but zeros",),
     another_architecture: ("DFlash2",),
+    without_weights: ("no model.safetensors",),
 }
 
 
@@ -128,7 +134,9 @@ def test_it_finds_every_problem_and_exits_with_1(fault: Callable[[Path], None], 
     assert result.exit_code == 1
     assert [word for word in FAULTS[fault] if word not in result.output] == []
     assert "no problems" not in result.output
-    assert json.loads(run("inspect", drafter, "--json").output)["problems"]
+    report = json.loads(run("inspect", drafter, "--json").output)
+    assert report["problems"]
+    assert {each["verdict"] for each in report["engines"].values()} == {"refused"}
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,14 @@ def test_it_checks_the_drafter_against_a_target(
     result = run("inspect", drafter, "--target", write_target(tmp_path / "target", **sizes))
     assert result.exit_code == (1 if words else 0)
     assert [word for word in words if word not in result.output] == []
+    verdict = "refused: hidden_size is 32" if words else "served"
+    assert result.output.count(f"   {verdict}") == len(installed())
+
+
+def test_a_padded_vocabulary_is_served_after_convert(tmp_path: Path) -> None:
+    folder = write_tiny_drafter(tmp_path / "drafter", tiny_drafter_config(vocab_size=128))
+    told = json.loads(run("inspect", folder, "--target", write_target(tmp_path / "target"), "--json").output)
+    assert {each["verdict"] for each in told["engines"].values()} == {"after convert"}
 
 
 def test_a_head_that_is_no_copy_of_the_targets_is_a_problem(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_any_engines_load_is_read_with_its_acceptance(text: str, load: tuple[Any
     assert (found.engine, found.running, found.queued, found.generated, found.kv_cache_usage) == load
 
 
-def test_sglangs_requests_are_counted_once_whatever_their_priority_and_ranks() -> None:
+def test_sglangs_requests_and_pool_are_counted_once_whatever_their_priority_and_ranks() -> None:
     text = """\
 sglang:num_running_reqs{dp_rank="0",priority="",tp_rank="0",moe_ep_rank="0"} 5.0
 sglang:num_running_reqs{dp_rank="0",priority="",tp_rank="1",moe_ep_rank="1"} 5.0
@@ -247,9 +247,12 @@ sglang:num_running_reqs{dp_rank="0",priority="2"} 2.0
 sglang:num_queue_reqs{dp_rank="0",priority=""} 4.0
 sglang:num_queue_reqs{dp_rank="1",priority=""} 1.0
 sglang:num_queue_reqs{dp_rank="1",priority="None"} 1.0
+sglang:max_total_num_tokens{dp_rank="0",tp_rank="0",moe_ep_rank="0"} 1000.0
+sglang:max_total_num_tokens{dp_rank="0",tp_rank="1",moe_ep_rank="1"} 1000.0
+sglang:max_total_num_tokens{dp_rank="1",tp_rank="0",moe_ep_rank="0"} 900.0
 """
     found = reading_of(Scrape({"/metrics": text}.get))
-    assert (found.running, found.queued) == (5, 5)
+    assert (found.running, found.queued, found.kv_pool) == (5, 5, 1900)
 
 
 LATER = OURS

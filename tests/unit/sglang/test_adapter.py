@@ -158,6 +158,21 @@ def test_formats_and_kernels_follow_the_gpu(fields: dict[str, Any], tmp_path: Pa
     assert {gpu for gpu, name in kernels.items() if name is None} == {"rtx-pro-6000", "rtx-5090", "rtx-6000d", "gb10"}
 
 
+def test_a_gpu_that_is_named_is_not_asked_for_where_its_kernels_have_no_sinks(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"target": {"model": str(write_paper_target(tmp_path / "target"))}}
+    fields["drafter"] = {"model": str(write_paper_drafter(tmp_path / "drafter", attention_sinks=True))}
+    at, have = f"engine_args.sglang.{DRAFT_KERNELS}: attention sinks", "fa3, fa4, triton, trtllm_mha"
+    found = {gpu: problems(fields, hardware={"gpu": gpu}) for gpu in (*GPUS, None)}
+    assert {gpu for gpu, said in found.items() if said} == {"rtx-pro-6000", "rtx-5090", "rtx-6000d", "gb10", None}
+    assert f"{have}, and gb10 has none by default; name one of these" in found["gb10"]
+    assert "hardware.gpu" not in found["gb10"]
+    assert at in found[None]
+    assert "an unknown GPU has none by default; name one of these, or hardware.gpu" in found[None]
+    flashinfer = problems(fields, hardware={"gpu": "gb10"}, **given(**{DRAFT_KERNELS: "flashinfer"}))
+    assert flashinfer.endswith(f"{have}, not in flashinfer; name one of these")
+    assert problems(fields, hardware={"gpu": "gb10"}, **given(**{DRAFT_KERNELS: "triton"})) == ""
+
+
 def test_slices_of_fp8_experts_are_whole_blocks(fields: dict[str, Any], tmp_path: Path) -> None:
     made = write_paper_target(tmp_path / "fp8", experts=16, recipe=FP8, moe_intermediate_size=768)
     target = {"model": str(made)}

@@ -133,6 +133,9 @@ autoscaling.runningPerReplica: {{ $.Values.backend }} has no gauge of running re
 autoscaling.interTokenSeconds: needs kind keda, and an engine with a histogram of it; leave it out{{ end }}
 {{- if and .headroom (not (and $engine.tokensExpected $engine.tokensGained (eq .kind "keda"))) }}
 autoscaling.headroom: needs kind keda, and an engine whose widths our policy chooses (torch, sglang, vllm); leave it out{{ end }}
+{{- $width := dig "speculation" "width" "auto" $.Values.deployment | toString }}
+{{- if and .headroom (ne $width "auto") }}
+autoscaling.headroom: with deployment.speculation.width {{ $width }} no policy chooses widths, and nothing is counted; leave it out{{ end }}
 {{- end }}
 {{- if ne (eq .kind "keda") (ne .prometheusAddress "") }}
 autoscaling.prometheusAddress: {{ .prometheusAddress | quote }} and kind {{ .kind }} do not go together; only keda needs an address such as http://prometheus.monitoring:9090{{ end }}
