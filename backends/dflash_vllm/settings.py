@@ -96,6 +96,14 @@ class VLLMSettings(EngineLaunch):
         return next((reason for holds, reason in reasons if holds), None)
 
     @property
+    def never_narrow(self) -> str | None:
+        untrimmed = self.untrimmed
+        if self.drafter is None or len(self.widths) > 1 or untrimmed is None:
+            return None
+        family = f" with a {self.drafter.family} drafter" if self.verifies_whole_blocks else ""
+        return f"whole blocks{family}: {untrimmed}"
+
+    @property
     def compute(self) -> int | None:
         """Compute capability of the GPU that the deployment names, else of this machine's; 90 = SM90."""
         if self.on_cpu:

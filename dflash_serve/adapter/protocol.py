@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from dflash_serve.adapter.facts import EngineFacts
 from dflash_serve.answers.engine import Engine
-from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
@@ -90,9 +91,9 @@ class Launch(ABC):
         return None
 
     @property
-    def follows_cost(self) -> bool:
-        """`width: auto` follows the load; False = it is the same width in every step."""
-        return True
+    def never_narrow(self) -> str | None:
+        """The words after "it verifies" where `width: auto` is the whole block in every step; None = it follows the load."""
+        return None
 
     @property
     def choices(self) -> Sequence[Choice]:
@@ -132,6 +133,14 @@ class ServerBackend(Backend, Protocol):
             UserError: target or drafter cannot be found or read at all.
         """
         ...
+
+    def never_narrow(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> str | None:
+        """`Launch.never_narrow` of models that are described, and not here.
+
+        Raises:
+            UserError: a file that a variable names cannot be read.
+        """
+        return None
 
 
 @runtime_checkable

@@ -1,9 +1,8 @@
-"""The answer of `dflash-serve plan`: every split, width and batch priced, the best of them, and the files of a plan."""
+"""The answer of `dflash-serve plan`: the best of all that was priced, in figures and in words."""
 
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +15,12 @@ from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.pair import HALVES, both_halves
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.long_contexts import long_context
-from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
+from dflash_serve.planning.prediction import OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
 
 DEPLOYMENT, COSTS = "deployment.yaml", "costs.json"  # Files of a plan that its next commands name
 OFF, AUTO = "off", "auto"
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
 ALIKE = 0.99  # `auto` is preferred up to this share of the best throughput: it follows the load
 ROOFLINE_ERROR = 0.3
 """Mean relative error where the roofline prices, with constants that were fitted with the tables (plan-published.json:
@@ -45,7 +42,7 @@ class Plan:
     """The answer to a question, derived from all points that were priced."""
 
     question: PlanQuestion
-    can_follow: bool  # True where the engine can run `width: auto`
+    never_narrow: str | None  # `Launch.never_narrow`: the engine's `width: auto` is the whole block in every step
     predictors: dict[Split, Predictor]
     room: dict[Split, Room]
     notes: list[str]
@@ -99,7 +96,7 @@ class Plan:
         """
         wide, plain = (
             {point.batch: point.throughput for point in self.known[name] if point.split == self.chosen.split}
-            for name in (_fixed(self.question.block_size), OFF)
+            for name in (fixed(self.question.block_size), OFF)
         )
         losing = None
         for batch in sorted(wide, reverse=True):
@@ -276,7 +273,7 @@ class Plan:
         asked, constants, chosen = self.question, self.question.constants, self.chosen
         yield from (f"{note}." for note in self.notes)
         yield from (f"{told}." for told in asked.pair.catalogued)
-        if self.halves is not None and not _refuses_pairs(asked):
+        if self.halves is not None and not refuses_pairs(asked):
             yield self._as_pair(*self.halves)
         if (long := long_context(asked)) is not None:
             yield long
@@ -298,8 +295,8 @@ class Plan:
                 f"slot of its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} "
                 "without a drafter."
             )
-        if not self.can_follow:
-            yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
+        if self.never_narrow is not None:
+            yield f"`width: auto` was not compared: {asked.backend} verifies {self.never_narrow}."
         ratio = self.equal_interactivity_ratio
         if ratio is not None and ratio > 3 * self.equal_batch_gain:
             yield (
@@ -359,114 +356,14 @@ class Plan:
         yield shlex.join(words)
 
 
-def make_plan(question: PlanQuestion) -> Plan:
-    """Prices every split, width and batch that a question leaves open.
-
-    Raises:
-        UserError: not one request fits, or nothing meets the limits.
-    """
-    question.require_lengths()
-    pair = question.deployment.pair is not None
-    if pair and _refuses_pairs(question):
-        raise UserError(f"{question.backend} serves no pair", where="pair", do="leave it out, or use another --backend")
-    predictors: dict[Split, Predictor] = {}
-    room: dict[Split, Room] = {}
-    notes: dict[str, list[Split]] = defaultdict(list)
-    by_hand: dict[Split, str] = {}
-    for split in question.splits():
-        if (most := question.most(split)) == 0:
-            notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
-            continue
-        if pair and question.copies(split) < len(HALVES):
-            notes["A pair needs two copies"].append(split)
-            continue
-        times, why = question.step_times(split)
-        longest = question.load.isl + question.load.osl
-        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
-        if fits.speculative < 1:
-            notes["Weights leave no room for one request's K/V"].append(split)
-            continue
-        if why:
-            by_hand[split] = why
-        predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
-        room[split] = Room(*(min(each, most or each) for each in fits))
-    some_measured = len(by_hand) < len(predictors)
-    for split, why in by_hand.items():
-        if some_measured:  # the roofline promises more than tables do, and would often win for that alone
-            notes[f"Left out beside splits that the tables price: {why}"].append(split)
-            del predictors[split], room[split]
-        else:
-            notes[f"Roofline: {why}"].append(split)
-    if not predictors:
-        if question.most(split) == 0:
-            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
-            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
-        if "A pair needs two copies" in notes:
-            raise UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
-        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
-        raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
-    follows = _can_follow(question)
-    curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
-    question.objective.require_met([point for each in curves for point in points_of(each)])
-    told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
-    return Plan(question, follows, predictors, room, told, curves)
-
-
-def _refuses_pairs(question: PlanQuestion) -> bool:
+def refuses_pairs(question: PlanQuestion) -> bool:
+    """The engine serves no pair."""
     return any(one.key == "pair" for one in server_backend(question.backend).facts.refusals)
 
 
-def _can_follow(question: PlanQuestion) -> bool:
-    # True where the engine can run `width: auto` for this pair.
-    if question.deployment.pair is not None:
-        return False  # both halves verify whole blocks
-    if question.deployment.drafter is None:
-        return True
-    given = question.deployment.model_dump(exclude_unset=True)
-    if question.pair.catalogued:
-        return not server_backend(question.backend).facts.width_needs_survival
-    automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
-    try:
-        return server_backend(question.backend).launch(automatic).follows_cost
-    except UserError:
-        return True
-
-
-def _curves(
-    question: PlanQuestion,
-    predictors: dict[Split, Predictor],
-    room: dict[Split, Room],
-    acceptance: ExpectedAcceptance,
-    *,
-    follows: bool,
-) -> Curves:
-    block = question.block_size
-    curves: Curves = {OFF: [], _fixed(block): [], **({AUTO: []} if follows else {})}
-    for split, predictor in predictors.items():
-        batches, plain = (_batches(most) for most in room[split])
-        curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
-        curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
-        if follows:  # at each batch, the width that the policy chooses
-            chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
-            by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
-            curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
-    return curves
-
-
-def _batches(most: int) -> list[int]:
-    # Batches to price, the largest included.
-    most = min(most, BATCHES[-1])
-    return sorted({*(batch for batch in BATCHES if batch < most), most})
-
-
-def _fixed(block_size: int) -> str:
-    # The variant that verifies the whole block in every step.
+def fixed(block_size: int) -> str:
+    """The variant that verifies the whole block in every step."""
     return f"fixed {block_size}"
-
-
-def widths(block_size: int) -> list[int]:
-    """Widths among which `auto` chooses."""
-    return sorted({*(width for width in WIDTHS if width < block_size), block_size})
 
 
 def points_of(curves: Curves) -> list[OperatingPoint]:

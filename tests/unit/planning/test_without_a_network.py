@@ -108,3 +108,17 @@ def test_the_catalogues_targets_can_be_planned_for(target: str) -> None:
     pair = read_pair(Deployment.model_validate({"target": {"model": target}}))
     assert pair.layout.weight_bytes > 10**9
     assert pair.layout.shape.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "follows"), [("sglang", "b200", False), ("vllm", "a100", False), ("vllm", "b200", True)]
+)
+def test_auto_is_not_priced_where_the_engine_verifies_whole_blocks(
+    backend: str, gpu: str, follows: bool, tmp_path: Path
+) -> None:
+    """The drafter has a Markov head, as the catalogue tells."""
+    pair = ("--target", "Qwen/Qwen3-8B", "--drafter", "mgoin/Qwen3-8B-speculator.dspark", "--backend", backend)
+    told = plan(tmp_path / "plan", *pair, "--gpu", gpu, "--acceptance-length", "3")
+    assert {point["variant"] for point in told["points"]} == {"off", "fixed 8", *(("auto",) if follows else ())}
+    said = f"`width: auto` was not compared: {backend} verifies whole blocks with a DSpark drafter"
+    assert any(caution.startswith(said) for caution in told["cautions"]) is not follows

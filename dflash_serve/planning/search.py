@@ -1,0 +1,118 @@
+"""The search of `dflash-serve plan`: every split, width and batch that a question leaves open, priced."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from dflash_serve.adapter.registry import server_backend
+from dflash_serve.common.settings import overlay
+from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.pair import HALVES
+from dflash_serve.errors import UserError
+from dflash_serve.planning.plan import AUTO, OFF, Curves, Plan, Room, fixed, points_of, refuses_pairs
+from dflash_serve.planning.prediction import ExpectedAcceptance, Predictor
+from dflash_serve.planning.question import PlanQuestion
+from dflash_serve.planning.step_times import Split
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
+
+
+def make_plan(question: PlanQuestion) -> Plan:
+    """Prices every split, width and batch that a question leaves open.
+
+    Raises:
+        UserError: not one request fits, or nothing meets the limits.
+    """
+    question.require_lengths()
+    pair = question.deployment.pair is not None
+    if pair and refuses_pairs(question):
+        raise UserError(f"{question.backend} serves no pair", where="pair", do="leave it out, or use another --backend")
+    predictors: dict[Split, Predictor] = {}
+    room: dict[Split, Room] = {}
+    notes: dict[str, list[Split]] = defaultdict(list)
+    by_hand: dict[Split, str] = {}
+    for split in question.splits():
+        if (most := question.most(split)) == 0:
+            notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
+            continue
+        if pair and question.copies(split) < len(HALVES):
+            notes["A pair needs two copies"].append(split)
+            continue
+        times, why = question.step_times(split)
+        longest = question.load.isl + question.load.osl
+        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
+        if fits.speculative < 1:
+            notes["Weights leave no room for one request's K/V"].append(split)
+            continue
+        if why:
+            by_hand[split] = why
+        predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
+        room[split] = Room(*(min(each, most or each) for each in fits))
+    some_measured = len(by_hand) < len(predictors)
+    for split, why in by_hand.items():
+        if some_measured:  # the roofline promises more than tables do, and would often win for that alone
+            notes[f"Left out beside splits that the tables price: {why}"].append(split)
+            del predictors[split], room[split]
+        else:
+            notes[f"Roofline: {why}"].append(split)
+    if not predictors:
+        if question.most(split) == 0:
+            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
+            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
+        if "A pair needs two copies" in notes:
+            raise UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
+        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
+        raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
+    whole = _never_narrow(question)
+    curves = [_curves(question, predictors, room, each, follows=whole is None) for each in question.acceptances]
+    question.objective.require_met([point for each in curves for point in points_of(each)])
+    told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
+    return Plan(question, whole, predictors, room, told, curves)
+
+
+def _never_narrow(question: PlanQuestion) -> str | None:
+    # Reason why the engine verifies whole blocks of this pair by `width: auto`; None = the width follows the load.
+    if question.deployment.pair is not None:
+        return "whole blocks on both halves of a pair"
+    engine, pair = server_backend(question.backend), question.pair
+    given = question.deployment.model_dump(exclude_unset=True)
+    automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
+    try:
+        if pair.catalogued or automatic.drafter is None:
+            return engine.never_narrow(automatic, pair.layout, pair.drafter)
+        return engine.launch(automatic).never_narrow
+    except UserError:
+        return None
+
+
+def _curves(
+    question: PlanQuestion,
+    predictors: dict[Split, Predictor],
+    room: dict[Split, Room],
+    acceptance: ExpectedAcceptance,
+    *,
+    follows: bool,
+) -> Curves:
+    block = question.block_size
+    curves: Curves = {OFF: [], fixed(block): [], **({AUTO: []} if follows else {})}
+    for split, predictor in predictors.items():
+        batches, plain = (_batches(most) for most in room[split])
+        curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
+        curves[fixed(block)] += predictor.curve(fixed(block), batches, block, acceptance)
+        if follows:  # at each batch, the width that the policy chooses
+            chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
+            by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
+            curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
+    return curves
+
+
+def _batches(most: int) -> list[int]:
+    # Batches to price, the largest included.
+    most = min(most, BATCHES[-1])
+    return sorted({*(batch for batch in BATCHES if batch < most), most})
+
+
+def widths(block_size: int) -> list[int]:
+    """Widths among which `auto` chooses."""
+    return sorted({*(width for width in WIDTHS if width < block_size), block_size})
