@@ -27,8 +27,8 @@ class SGLangBackend(ServerBackend):
     def launch(self, deployment: Deployment) -> SGLangLaunch:
         return SGLangLaunch.of(deployment)
 
-    def never_narrow(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> str | None:
-        return SGLangLaunch(deployment=deployment, target=target, drafter=drafter).never_narrow
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> SGLangLaunch:
+        return SGLangLaunch(deployment=deployment, target=target, drafter=drafter)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return list(head_problems(heads))

@@ -41,9 +41,8 @@ class TensorRTLLMBackend(ServerBackend):
     def launch(self, deployment: Deployment) -> TensorRTLLMLaunch:
         return replace(TensorRTLLMLaunch.of(deployment), release=self.release)
 
-    def never_narrow(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> str | None:
-        launch = TensorRTLLMLaunch(deployment=deployment, target=target, drafter=drafter, release=self.release)
-        return launch.never_narrow
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> TensorRTLLMLaunch:
+        return TensorRTLLMLaunch(deployment=deployment, target=target, drafter=drafter, release=self.release)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return list(unserved_heads(heads, self.release))

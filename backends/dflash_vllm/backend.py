@@ -27,8 +27,8 @@ class VLLMBackend(ServerBackend):
     def launch(self, deployment: Deployment) -> VLLMLaunch:
         return VLLMLaunch.of(deployment)
 
-    def never_narrow(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> str | None:
-        return VLLMLaunch(deployment=deployment, target=target, drafter=drafter).never_narrow
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> VLLMLaunch:
+        return VLLMLaunch(deployment=deployment, target=target, drafter=drafter)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return head_problems(heads)

@@ -104,6 +104,10 @@ class VLLMSettings(EngineLaunch):
         return f"whole blocks{family}: {untrimmed}"
 
     @property
+    def measures_costs(self) -> bool:
+        return self.drafter is not None and self.untrimmed is None
+
+    @property
     def compute(self) -> int | None:
         """Compute capability of the GPU that the deployment names, else of this machine's; 90 = SM90."""
         if self.on_cpu:

@@ -92,8 +92,13 @@ class Launch(ABC):
 
     @property
     def never_narrow(self) -> str | None:
-        """The words after "it verifies" where `width: auto` is the whole block in every step; None = it follows the load."""
+        """Words after "it verifies" where `width: auto` is the whole block in every step; None = it follows the load."""
         return None
+
+    @property
+    def measures_costs(self) -> bool:
+        """The engine follows the load by costs of its own; a cost table that is given would end that."""
+        return False
 
     @property
     def choices(self) -> Sequence[Choice]:
@@ -134,13 +139,13 @@ class ServerBackend(Backend, Protocol):
         """
         ...
 
-    def never_narrow(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> str | None:
-        """`Launch.never_narrow` of models that are described, and not here.
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> Launch:
+        """The launch of models that are described, and not here; only for what it says of widths and costs.
 
         Raises:
-            UserError: a file that a variable names cannot be read.
+            UserError: this engine needs the models.
         """
-        return None
+        return self.launch(deployment)
 
 
 @runtime_checkable

@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash_serve.adapter.protocol import Launch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.pair import HALVES, both_halves
+from dflash_serve.deployment.variables import COST_TABLE
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.long_contexts import long_context
 from dflash_serve.planning.prediction import OperatingPoint, Predictor
@@ -338,7 +340,8 @@ class Plan:
             serve = f"dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend} --role"
             yield from (f"{serve} {role}" for role in HALVES)
             return
-        environment = "" if chosen.variant == OFF else f"DFLASH_SERVE_COST_TABLE={folder}/{COSTS} "
+        launch = launch_of(asked, self.deployment) if chosen.variant == AUTO else None
+        environment = f"{COST_TABLE}={folder}/{COSTS} " if launch is not None and not launch.measures_costs else ""
         yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend}"
         loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
         variants = "off,fixed" + (",auto" if chosen.variant == AUTO else "")
@@ -359,6 +362,17 @@ class Plan:
 def refuses_pairs(question: PlanQuestion) -> bool:
     """The engine serves no pair."""
     return any(one.key == "pair" for one in server_backend(question.backend).facts.refusals)
+
+
+def launch_of(question: PlanQuestion, deployment: Deployment) -> Launch | None:
+    """The launch of a deployment with the question's models; None where the engine cannot read them."""
+    engine, pair = server_backend(question.backend), question.pair
+    try:
+        if pair.catalogued or deployment.drafter is None:
+            return engine.described(deployment, pair.layout, pair.drafter)
+        return engine.launch(deployment)
+    except UserError:
+        return None
 
 
 def fixed(block_size: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from dflash_serve.adapter.registry import server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.pair import HALVES
 from dflash_serve.errors import UserError
-from dflash_serve.planning.plan import AUTO, OFF, Curves, Plan, Room, fixed, points_of, refuses_pairs
+from dflash_serve.planning.plan import AUTO, OFF, Curves, Plan, Room, fixed, launch_of, points_of, refuses_pairs
 from dflash_serve.planning.prediction import ExpectedAcceptance, Predictor
 from dflash_serve.planning.question import PlanQuestion
 from dflash_serve.planning.step_times import Split
@@ -72,18 +71,11 @@ def make_plan(question: PlanQuestion) -> Plan:
 
 
 def _never_narrow(question: PlanQuestion) -> str | None:
-    # Reason why the engine verifies whole blocks of this pair by `width: auto`; None = the width follows the load.
     if question.deployment.pair is not None:
         return "whole blocks on both halves of a pair"
-    engine, pair = server_backend(question.backend), question.pair
     given = question.deployment.model_dump(exclude_unset=True)
-    automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
-    try:
-        if pair.catalogued or automatic.drafter is None:
-            return engine.never_narrow(automatic, pair.layout, pair.drafter)
-        return engine.launch(automatic).never_narrow
-    except UserError:
-        return None
+    launch = launch_of(question, Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}})))
+    return None if launch is None else launch.never_narrow
 
 
 def _curves(

@@ -120,6 +120,22 @@ def test_what_to_do_next_can_be_typed(folder: Path) -> None:
         assert all(word in known for word in words if word.startswith("--"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpu", "named"),
+    [
+        ("sglang", "b200", True),
+        ("vllm", "b200", False),
+        ("vllm", "rtx-pro-6000", True),
+        ("tensorrt-llm", "b200", False),
+    ],
+)
+def test_the_cost_table_is_named_where_a_width_follows_it(tmp_path: Path, backend: str, gpu: str, named: bool) -> None:
+    """On a B200 vLLM measures its own costs; TensorRT-LLM's width is the whole block."""
+    said = plan(tmp_path, *PAIR, *LENGTH, "--gpu", gpu, "--backend", backend).stdout
+    assert (f"next: DFLASH_SERVE_COST_TABLE={tmp_path}/costs.json dflash-serve serve" in said) is named
+    assert re.search("^next: .*dflash-serve serve", said, re.MULTILINE)
+
+
 def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
     told = answer(tmp_path, *PAIR, "--gpu", "b200")
     assert [each["name"] for each in told["acceptances"]] == ["τ 3.00", "τ 4.50", "τ 6.00"]
