@@ -92,7 +92,7 @@ class Launch(ABC):
 
     @property
     def never_narrow(self) -> str | None:
-        """Words after "it verifies" where `width: auto` is the whole block in every step; None = it follows the load."""
+        """Words after "it verifies" where `width: auto` is always the whole block; None = it follows the load."""
         return None
 
     @property

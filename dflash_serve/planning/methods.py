@@ -69,7 +69,7 @@ def compared(plan: Plan, names: Sequence[str], task: str | None) -> list[PricedM
 
 def batches(plan: Plan) -> list[int]:
     """The batches that are compared: the plan's own is the largest, where it has room beside a drafter."""
-    most = min(plan.chosen.batch, plan.room[plan.chosen.split].speculative)
+    most = min(plan.chosen.batch, plan.room[plan.chosen.split].speculative or plan.chosen.batch)
     return sorted({batch for batch in (1, FEW, most) if batch <= most})
 
 
@@ -77,6 +77,8 @@ def _priced(plan: Plan, name: str, task: str | None) -> PricedMethod:
     if name == OFF:
         plain = ExpectedAcceptance(OFF, (), "")
         return _at_batches(plan, PricedMethod(name, None, None, ()), plan.predictors[plan.chosen.split], plain, 1)
+    if not plan.room[plan.chosen.split].speculative:
+        return PricedMethod(name, None, None, (), why_not=f"{plan.chosen.split} has no room for a drafter")
     if name in CHAINS:
         return _chained(plan, name, task)
     asked = plan.question

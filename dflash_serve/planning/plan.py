@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,21 +92,22 @@ class Plan:
         """Tokens/s/GPU by plain decoding's, both within the limits; None = plain decoding does not reach them."""
         return None if self.plain is None else self.chosen.throughput / self.plain.throughput
 
-    @property
-    def stops_at(self) -> int | None:
-        """Number of requests from which the fixed width is slower than plain decoding, at the chosen split; None = it
-        never is.
+    @cached_property
+    def losing(self) -> list[tuple[int, int | None]]:
+        """Stretches of batches at which the fixed width is slower than plain decoding, at the chosen split: the first
+        and the last batch of each; None = to the end.
         """
         wide, plain = (
             {point.batch: point.throughput for point in self.known[name] if point.split == self.chosen.split}
-            for name in (fixed(self.question.block_size), OFF)
+            for name in (fixed(self.question.width), OFF)
         )
-        losing = None
-        for batch in sorted(wide, reverse=True):
-            if wide[batch] >= plain[batch]:
-                break
-            losing = batch
-        return losing
+        runs = [(loses, list(run)) for loses, run in groupby(sorted(wide), lambda batch: wide[batch] < plain[batch])]
+        return [(run[0], None if run[-1] == max(wide) else run[-1]) for loses, run in runs if loses]
+
+    @property
+    def stops_at(self) -> int | None:
+        """Number of requests from which the fixed width is slower than plain decoding; None = it never is."""
+        return next((first for first, last in self.losing if last is None), None)
 
     def error(self, point: OperatingPoint) -> float:
         """Relative error of its tokens/s: the mean error of such figures against published measurements."""
@@ -217,7 +219,9 @@ class Plan:
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
         most = f"{chosen.batch} request{'s' * (chosen.batch > 1)} at once"
         if self.copies > 1:
-            most += f" on each copy, {chosen.batch * self.copies} on all {self.copies}"
+            pair = asked.deployment.pair is not None and self.halves
+            decode, kind = (pair[1], " that decodes") if pair else (self.copies, "")
+            most += f" on each copy{kind}, {chosen.batch * decode} on all {decode}"
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.name.upper()} with {chosen.split}{copies}, "
             f"{width}{wide}, at most {most}."
@@ -227,13 +231,13 @@ class Plan:
         chosen, (low, high) = self.chosen, self.range
         told = (
             f"Expect {chosen.throughput:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) at {chosen.interactivity:,.0f} "
-            f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
+            f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms{self._met_at()}"
         )
         if chosen.variant == OFF:
-            wide = (point for point in points_of(self.known) if point.variant != OFF)
+            wide = [point for point in points_of(self.known) if point.width > 1]
             best = self.question.objective.best(wide)
             if best is None:
-                return f"{told}. No setting with speculation meets the limits."
+                return f"{told}. No setting with speculation {'meets the limits' if wide else 'fits'}."
             setting = f"{best.split}, batch {best.batch}, width {best.width}"
             return f"{told}. Speculation does not pay here: its best gives {best.throughput:,.0f} ({setting})."
         plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
@@ -251,16 +255,36 @@ class Plan:
             f"many. In plain decoding, {ends}."
         )
 
+    def _met_at(self) -> str:
+        # The part of a band at which the chosen setting meets the limits, where that is not all of it.
+        setting = (self.chosen.variant, self.chosen.split, self.chosen.batch)
+        met = [
+            acceptance.name
+            for acceptance, curves in zip(self.question.acceptances, self.curves, strict=True)
+            for point in points_of(curves)
+            if (point.variant, point.split, point.batch) == setting and self.question.objective.is_met(point)
+        ]
+        if len(met) in (0, len(self.curves)):
+            return ""
+        return f"; the limits are met only at {' and '.join(met)}"
+
+    def _pays(self) -> str:
+        if not self.room[self.chosen.split].speculative:
+            return f"{self.chosen.split} has no room for the drafter"
+        told = f"At equal batch, speculation with a fixed width of {self.question.width} is "
+        if not self.losing:
+            return f"{told}faster than plain decoding at every batch that has room for it"
+        where = [
+            f"from batch {first} on" if last is None else f"at batch {first}" + f" to {last}" * (last > first)
+            for first, last in self.losing
+        ]
+        faster = "" if self.losing[0][1] is None else ", and faster at all others that have room for it"
+        return f"{told}slower than plain decoding {' and '.join(where)}{faster}"
+
     def _trust(self) -> str:
-        stop, block = self.stops_at, self.question.block_size
-        pays = f"At equal batch, speculation with a fixed width of {block} is " + (
-            f"slower than plain decoding from batch {stop} on"
-            if stop
-            else "faster than plain decoding at every batch that has room for it"
-        )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
         return (
-            f"{pays}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
+            f"{self._pays()}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
             f"{self.question.constants.name} ({parts})."
         )
 
@@ -297,8 +321,7 @@ class Plan:
                 f"slot of its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} "
                 "without a drafter."
             )
-        if self.never_narrow is not None:
-            yield f"`width: auto` was not compared: {asked.backend} verifies {self.never_narrow}."
+        yield from self._about_widths()
         ratio = self.equal_interactivity_ratio
         if ratio is not None and ratio > 3 * self.equal_batch_gain:
             yield (
@@ -317,6 +340,21 @@ class Plan:
             )
         for problem in self.refusals():
             yield f"`serve` would refuse the deployment here: {problem}."
+
+    def _about_widths(self) -> Iterator[str]:
+        asked, fits = self.question, self.room[self.chosen.split].speculative
+        if self.never_narrow is not None:
+            yield f"`width: auto` was not compared: {asked.backend} verifies {self.never_narrow}."
+        given = asked.deployment.speculation.width
+        if asked.given_width is not None:
+            yield f"speculation.width: {given} is given: only it and off were compared."
+        elif given in (OFF, 1):
+            yield f"speculation.width: {given} is given, and the plan compares it with speculation."
+        if self.chosen.variant == OFF and asked.objective.interactivity is None and fits:
+            yield (
+                "This is the most tokens/s/GPU, whatever one user gets: --slo-interactivity keeps so many tokens/s for "
+                "each user, and speculation may pay there."
+            )
 
     def _as_pair(self, prefill: int, decode: int) -> str:
         (prompt, answer), load = self.busy_ms, self.question.load
@@ -343,8 +381,11 @@ class Plan:
         launch = launch_of(asked, self.deployment) if chosen.variant == AUTO else None
         environment = f"{COST_TABLE}={folder}/{COSTS} " if launch is not None and not launch.measures_costs else ""
         yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend}"
-        loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
-        variants = "off,fixed" + (",auto" if chosen.variant == AUTO else "")
+        fits = self.room[chosen.split].speculative
+        most = min(chosen.batch, fits or chosen.batch)
+        loads = sorted({1, *(max(1, most >> shift) for shift in range(0, 7, 2))})
+        width = str(asked.given_width or "fixed")
+        variants = ",".join([OFF, *([width] if fits else []), *([AUTO] if chosen.variant == AUTO else [])])
         words = [
             *("dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend, "--variants", variants),
             *("--concurrency", ",".join(str(load * self.copies_in_one_server) for load in loads)),

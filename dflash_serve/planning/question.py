@@ -35,6 +35,8 @@ from dflash_serve.planning.step_times import (
     priced,
 )
 
+TENSORS = (1, 2, 4, 8)  # Sizes of TP that are planned
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -54,8 +56,11 @@ class Objective:
         met = [point for point in points if self.is_met(point)]
         return max(met, key=lambda point: (point.throughput, point.interactivity), default=None)
 
-    def require_met(self, points: Sequence[OperatingPoint]) -> None:
+    def require_met(self, points: Sequence[OperatingPoint], others: str) -> None:
         """Names the nearest limit that is met.
+
+        Args:
+            others: further ways to meet this one.
 
         Raises:
             UserError: no point meets it.
@@ -74,7 +79,7 @@ class Objective:
                 f"ttft {ceil(near.first_token_ms)}",
             )
         how = f"--slo-{limit} ({near.variant}, {near.split}, batch {near.batch})"
-        raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or more GPUs, or another GPU")
+        raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or {others}")
 
 
 def fastest(points: Iterable[OperatingPoint]) -> OperatingPoint:
@@ -102,6 +107,17 @@ class PlanQuestion:
     def count(self) -> int:
         """Number of GPUs."""
         return self.deployment.hardware.count
+
+    @property
+    def given_width(self) -> int | None:
+        """The number of slots that `speculation.width` names; None = the plan chooses."""
+        given = self.deployment.speculation.width
+        return given if isinstance(given, int) and given > 1 else None
+
+    @property
+    def width(self) -> int:
+        """The fixed width that is compared: the whole block where none is given."""
+        return self.given_width or self.block_size
 
     def copies(self, split: Split) -> int:
         """Copies of the model on all GPUs."""
@@ -144,9 +160,9 @@ class PlanQuestion:
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 do = "leave it out: a plan has TP, EP and copies alone"
                 raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
-        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, self.on.per_node)]
+        sizes = [size for size in TENSORS if size <= min(self.count, self.on.per_node)]
         tensors = [size for size in sizes if not list(self._split_problems(size))]
-        if "tensor" in parallel.model_fields_set:
+        if self.is_split:
             for what in self._split_problems(parallel.tensor):
                 possible = " or ".join(map(str, tensors))
                 more = "; more GPUs (--count) allow more" if self.count < self.on.per_node else ""
@@ -168,6 +184,17 @@ class PlanQuestion:
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible ({why})"
             raise UserError(what, where="--count", do="give another number of GPUs")
         return found
+
+    @property
+    def is_split(self) -> bool:
+        """TP was given."""
+        return "tensor" in self.deployment.parallel.model_fields_set
+
+    def wider(self, tensor: int) -> list[Split]:
+        """Splits over more GPUs than `tensor`, on as many GPUs as each needs."""
+        layout, drafter = self.pair.layout, self.pair.drafter
+        sizes = (size for size in TENSORS if tensor < size <= self.on.per_node)
+        return [Split(size) for size in sizes if not list(attention_head_problems(layout, drafter, size))]
 
     def step_times(self, split: Split) -> tuple[StepTimes, str | None]:
         """Step times of one copy, and why they are not from operator tables (None: they are)."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import ceil
 
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.pair import HALVES
 from dflash_serve.errors import UserError
+from dflash_serve.planning.memory import kv_tokens, missing_bytes
 from dflash_serve.planning.plan import AUTO, OFF, Curves, Plan, Room, fixed, launch_of, points_of, refuses_pairs
 from dflash_serve.planning.prediction import ExpectedAcceptance, Predictor
 from dflash_serve.planning.question import PlanQuestion
@@ -38,12 +40,14 @@ def make_plan(question: PlanQuestion) -> Plan:
         if pair and question.copies(split) < len(HALVES):
             notes["A pair needs two copies"].append(split)
             continue
-        times, why = question.step_times(split)
-        longest = question.load.isl + question.load.osl
-        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
-        if fits.speculative < 1:
+        fits = _room(question, split)
+        if fits.plain < 1:
             notes["Weights leave no room for one request's K/V"].append(split)
             continue
+        if fits.speculative < 1:
+            missing = _missing(question, split, drafts=True)
+            notes[f"Only plain decoding fits: beside the drafter {missing} are missing on each GPU"].append(split)
+        times, why = question.step_times(split)
         if why:
             by_hand[split] = why
         predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
@@ -56,18 +60,52 @@ def make_plan(question: PlanQuestion) -> Plan:
         else:
             notes[f"Roofline: {why}"].append(split)
     if not predictors:
-        if question.most(split) == 0:
-            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
-            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
-        if "A pair needs two copies" in notes:
-            raise UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
-        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
-        raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
-    whole = _never_narrow(question)
-    curves = [_curves(question, predictors, room, each, follows=whole is None) for each in question.acceptances]
-    question.objective.require_met([point for each in curves for point in points_of(each)])
+        raise _nothing_fits(question, needs_two="A pair needs two copies" in notes)
+    whole = None if question.given_width else _never_narrow(question)
+    follows = whole is None and question.given_width is None
+    curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
+    others = "more GPUs, or another GPU" if question.wider(question.count) else "another GPU"
+    question.objective.require_met([point for each in curves for point in points_of(each)], others)
     told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
     return Plan(question, whole, predictors, room, told, curves)
+
+
+def _longest(question: PlanQuestion) -> int:
+    return question.load.isl + question.load.osl
+
+
+def _room(question: PlanQuestion, split: Split) -> Room:
+    longest, pair = _longest(question), question.pair
+    both = (kv_tokens(pair, question.on, split, longest, drafts=drafts) // longest for drafts in (True, False))
+    return Room(*both)
+
+
+def _missing(question: PlanQuestion, split: Split, *, drafts: bool) -> str:
+    missing = missing_bytes(question.pair, question.on, split, _longest(question), drafts=drafts)
+    return f"{ceil(missing / 1e8) / 10:.1f} GB"
+
+
+def _nothing_fits(question: PlanQuestion, *, needs_two: bool) -> UserError:
+    splits = question.splits()
+    if all(question.most(split) == 0 for split in splits):
+        do = f"give at least {question.copies(splits[-1])}, one for each copy, or fewer GPUs"
+        return UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
+    if needs_two:
+        return UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
+    widest, longest = splits[-1], _longest(question)
+    what = (
+        f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}: with {widest}, "
+        f"{_missing(question, widest, drafts=False)} are missing on each GPU for one request of {longest} tokens"
+    )
+    ways = [
+        f"--count {split.tensor}{f' --tensor {split.tensor}' if question.is_split else ''}, where {split} fits"
+        for split in question.wider(widest.tensor)
+        if _room(question, split).plain
+    ][:1]
+    ways.append("a GPU with more memory")
+    if question.pair.layout.native_quantization is None and question.pair.model.quantization == "none":
+        ways.append("a quantised target")
+    return UserError(what, where="--count", do=f"give {', or '.join(ways)}")
 
 
 def _never_narrow(question: PlanQuestion) -> str | None:
@@ -86,12 +124,12 @@ def _curves(
     *,
     follows: bool,
 ) -> Curves:
-    block = question.block_size
-    curves: Curves = {OFF: [], fixed(block): [], **({AUTO: []} if follows else {})}
+    block, width = question.block_size, question.width
+    curves: Curves = {OFF: [], fixed(width): [], **({AUTO: []} if follows else {})}
     for split, predictor in predictors.items():
         batches, plain = (_batches(most) for most in room[split])
         curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
-        curves[fixed(block)] += predictor.curve(fixed(block), batches, block, acceptance)
+        curves[fixed(width)] += predictor.curve(fixed(width), batches, width, acceptance)
         if follows:  # at each batch, the width that the policy chooses
             chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
             by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
@@ -100,7 +138,9 @@ def _curves(
 
 
 def _batches(most: int) -> list[int]:
-    # Batches to price, the largest included.
+    # Batches to price, the largest included; none where no request fits.
+    if most < 1:
+        return []
     most = min(most, BATCHES[-1])
     return sorted({*(batch for batch in BATCHES if batch < most), most})
 

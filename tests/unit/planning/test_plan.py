@@ -208,6 +208,9 @@ def test_a_pair_that_is_asked_for_is_written_and_its_halves_can_be_served(tmp_pa
     halves = deployment.pair.prefill.replicas, deployment.pair.decode.replicas
     assert line.startswith(f"As a pair, about {halves[0]} of the 8 copies would prefill and {halves[1]} decode")
     assert sum(halves) == 8
+    batch = told["chosen"]["batch"]
+    each = f"at most {batch} requests at once on each copy that decodes, {batch * halves[1]} on all {halves[1]}."
+    assert told["verdict"][0].endswith(each)
     assert (deployment.hardware.count, deployment.parallel.data) == (1, 1)
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
     for role in ("prefill", "decode"):
@@ -262,6 +265,7 @@ def test_without_its_states_for_every_slot_a_hybrid_target_answers_more_requests
     low = ("--acceptance-length", "2.5")
     told = answer(tmp_path, "--target", str(hybrid_target(tmp_path / "hybrid")), *low, "--gpu", "h200")
     room = told["requests_that_fit"]["TP 1"]
+    assert told["chosen"]["batch"] > room["speculative"]
     assert room["plain"] > 5 * room["speculative"]
     most = {variant: max(p["batch"] for p in told["points"] if p["variant"] == variant) for variant in ("off", "auto")}
     assert (most["off"], most["auto"]) == (min(512, room["plain"]), room["speculative"])
