@@ -77,7 +77,7 @@ def test_a_gpu_that_has_no_others_in_its_node_is_advised_no_more_gpus(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("slo", "met"), [("10", None), ("750", "τ 4.50 and τ 6.00"), ("1000", "τ 6.00")]
+    ("slo", "met"), [("10", None), ("750", "τ 4.50 and τ 6.00"), ("1200", "τ 6.00")]
 )  # fmt: skip
 def test_the_part_of_a_band_that_meets_the_limits_is_named(tmp_path: Path, slo: str, met: str | None) -> None:
     gives = answer(tmp_path, *PAIR, "--gpu", "b200", "--slo-interactivity", slo)["verdict"][1]
