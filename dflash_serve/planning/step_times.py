@@ -242,6 +242,11 @@ class Roofline:
         return Milliseconds(roofline=total)
 
 
+def shortened(text: str, most: int = 140) -> str:
+    """The words of a text that fit."""
+    return text if len(text) <= most else f"{text[: most - 3].rpartition(' ')[0]} ..."
+
+
 def tables_installed() -> bool:
     """True where `aiconfigurator-core` is installed."""
     return find_spec(LIBRARY) is not None
@@ -300,7 +305,7 @@ def priced(
         measured = Tables(pair, on, split, engine)
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
-        return by_hand, f"the operator tables cannot price this ({first_line(error).partition(' {')[0][:140]})"
+        return by_hand, f"the operator tables cannot price this ({shortened(first_line(error).partition(' {')[0])})"
     return measured, None
 
 

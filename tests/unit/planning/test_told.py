@@ -12,7 +12,9 @@ import yaml
 
 from dflash_serve.deployment.layers import load_deployment
 from dflash_serve.planning import search
+from dflash_serve.planning.pair import read_pair
 from dflash_serve.planning.prediction import OperatingPoint, Predictor
+from dflash_serve.planning.step_times import shortened
 from tests.support.golden_deployments import hub
 from tests.support.planned import hybrid_target
 from tests.unit.planning.test_plan import LENGTH, PAIR, answer, by_roofline, plan
@@ -128,3 +130,23 @@ def test_without_a_limit_a_plan_that_does_not_speculate_says_what_it_sought(tmp_
     assert any(caution.startswith(said) for caution in told["cautions"])
     told = answer(tmp_path / "b", *target, "--slo-interactivity", "1")
     assert not any(caution.startswith(said) for caution in told["cautions"])
+
+
+def test_a_window_of_the_drafter_is_priced_and_its_k_v_are_kept(tmp_path: Path) -> None:
+    words = (*LENGTH, "--gpu", "b200", "--isl", "30000", "--osl", "1000")
+    whole = answer(tmp_path / "a", given(tmp_path), *words)
+    bound = answer(tmp_path / "b", given(tmp_path, speculation={"draft_window": 1024}), *words)
+    assert bound["requests_that_fit"] == whole["requests_that_fit"]
+    assert len(bound["points"]) == len(whole["points"])
+    for one, other in zip(bound["points"], whole["points"], strict=True):
+        if one["variant"].startswith("fixed"):
+            assert one["step_ms"] < other["step_ms"]
+    given_window = read_pair(load_deployment(Path(given(tmp_path, speculation={"draft_window": 1024}))))
+    assert {kind.window for kind in given_window.drafter.layers} == {1024}
+
+
+def test_a_reason_is_cut_between_words() -> None:
+    told = shortened("perf database error: " + "a non-positive placeholder " * 9)
+    assert len(told) <= 140
+    assert {*told.split()} <= {"perf", "database", "error:", "a", "non-positive", "placeholder", "..."}
+    assert shortened("no row") == "no row"
