@@ -219,13 +219,15 @@ class Plan:
     def _what(self) -> str:
         chosen, asked = self.chosen, self.question
         width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
-        wide = f" (about {chosen.width} at full load)" if chosen.variant == AUTO else ""
+        load = f"about {chosen.width}" if chosen.width > 1 else "off"
+        wide = f" ({load} at full load)" if chosen.variant == AUTO else ""
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
         most = f"{chosen.batch} request{'s' * (chosen.batch > 1)} at once"
         if self.copies > 1:
             pair = asked.deployment.pair is not None and self.halves
             decode, kind = (pair[1], " that decodes") if pair else (self.copies, "")
-            most += f" on each copy{kind}, {chosen.batch * decode} on all {decode}"
+            each = f"each copy{kind}, {chosen.batch * decode} on all {decode}"
+            most += f" on {each if decode > 1 else f'the one copy{kind}'}"
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.name.upper()} with {chosen.split}{copies}, "
             f"{width}{wide}, at most {most}."
@@ -346,7 +348,7 @@ class Plan:
             yield f"`serve` would refuse the deployment here: {problem}."
 
     def _about_widths(self) -> Iterator[str]:
-        asked, fits = self.question, self.room[self.chosen.split].speculative
+        asked, fits = self.question, any(room.speculative for room in self.room.values())
         if self.never_narrow is not None:
             yield f"`width: auto` was not compared: {asked.backend} verifies {self.never_narrow}."
         given = asked.deployment.speculation.width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -150,3 +151,21 @@ def test_a_reason_is_cut_between_words() -> None:
     assert len(told) <= 140
     assert {*told.split()} <= {"perf", "database", "error:", "a", "non-positive", "placeholder", "..."}
     assert shortened("no row") == "no row"
+
+
+def test_the_best_of_speculation_speculates_and_the_bench_asks_for_users_that_fit(tmp_path: Path) -> None:
+    done = plan(tmp_path, *PAIR, "--gpu", "b200", "--acceptance-length", "1.02")
+    assert done.exception is None, done.exception
+    told = json.loads((tmp_path / "plan.json").read_text())
+    pays = r"Speculation does not pay here: its best gives [\d,]+ \(TP 1, batch \d+, width (\d+)\)"
+    (width,) = re.findall(pays, done.stdout)
+    assert int(width) > 1
+    (loads,) = re.findall(r"^next: dflash-serve bench .* --concurrency (\S+) ", done.stdout, re.MULTILINE)
+    assert max(map(int, loads.split(","))) == told["requests_that_fit"]["TP 1"]["speculative"] < told["chosen"]["batch"]
+
+
+def test_a_width_that_follows_the_load_down_to_one_is_off_there(tmp_path: Path) -> None:
+    few = given(tmp_path, limits={"max_batch_size": 64})
+    told = answer(tmp_path / "out", few, "--acceptance-length", "1.02", "--gpu", "b200")
+    assert (told["chosen"]["variant"], told["chosen"]["width"]) == ("auto", 1)
+    assert "width auto (off at full load)" in told["verdict"][0]
