@@ -169,3 +169,27 @@ def test_a_width_that_follows_the_load_down_to_one_is_off_there(tmp_path: Path) 
     told = answer(tmp_path / "out", few, "--acceptance-length", "1.02", "--gpu", "b200")
     assert (told["chosen"]["variant"], told["chosen"]["width"]) == ("auto", 1)
     assert "width auto (off at full load)" in told["verdict"][0]
+
+
+def test_only_the_copies_of_a_pair_that_decode_are_counted(tmp_path: Path) -> None:
+    words = (
+        *PAIR,
+        *LENGTH,
+        "--gpu",
+        "b200",
+        "--count",
+        "4",
+        "--tensor",
+        "1",
+        "--isl",
+        "100",
+        "--osl",
+        "8000",
+        "--pair",
+    )
+    told, halves = answer(tmp_path, *words), load_deployment(tmp_path / "deployment.yaml").pair
+    assert halves is not None
+    decode, batch = halves.decode.replicas, told["chosen"]["batch"]
+    assert decode == 3
+    said = f"at most {batch} requests at once on each copy that decodes, {3 * batch} on all 3."
+    assert told["verdict"][0].endswith(said)
