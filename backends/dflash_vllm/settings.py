@@ -104,6 +104,11 @@ class VLLMSettings(EngineLaunch):
         return f"whole blocks{family}: {untrimmed}"
 
     @property
+    def always_drafts(self) -> bool:
+        # Without our scheduler its adaptive verification alone follows the load.
+        return self.measures_costs and len(self.widths) == 1
+
+    @property
     def measures_costs(self) -> bool:
         return self.drafter is not None and self.untrimmed is None
 

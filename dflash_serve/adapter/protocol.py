@@ -96,6 +96,11 @@ class Launch(ABC):
         return None
 
     @property
+    def always_drafts(self) -> bool:
+        """`width: auto` shortens what is verified, and leaves no draft out."""
+        return False
+
+    @property
     def measures_costs(self) -> bool:
         """The engine follows the load by costs of its own; a cost table that is given would end that."""
         return False

@@ -61,9 +61,8 @@ def make_plan(question: PlanQuestion) -> Plan:
             notes[f"Roofline: {why}"].append(split)
     if not predictors:
         raise _nothing_fits(question, needs_two="A pair needs two copies" in notes)
-    whole = None if question.given_width else _never_narrow(question)
-    follows = whole is None and question.given_width is None
-    curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
+    whole, least = _automatic(question)
+    curves = [_curves(question, predictors, room, each, least) for each in question.acceptances]
     others = "more GPUs, or another GPU" if question.wider(question.count) else "another GPU"
     question.objective.require_met([point for each in curves for point in points_of(each)], others)
     told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
@@ -108,12 +107,17 @@ def _nothing_fits(question: PlanQuestion, *, needs_two: bool) -> UserError:
     return UserError(what, where="--count", do=f"give {', or '.join(ways)}")
 
 
-def _never_narrow(question: PlanQuestion) -> str | None:
+def _automatic(question: PlanQuestion) -> tuple[str | None, int | None]:
+    # Words after "it verifies" where `width: auto` is the whole block; and its least width, None = it is not compared.
+    if question.given_width is not None:
+        return None, None
     if question.deployment.pair is not None:
-        return "whole blocks on both halves of a pair"
+        return "whole blocks on both halves of a pair", None
     given = question.deployment.model_dump(exclude_unset=True)
     launch = launch_of(question, Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}})))
-    return None if launch is None else launch.never_narrow
+    if launch is None:
+        return None, 1
+    return launch.never_narrow, None if launch.never_narrow else 2 if launch.always_drafts else 1
 
 
 def _curves(
@@ -121,17 +125,16 @@ def _curves(
     predictors: dict[Split, Predictor],
     room: dict[Split, Room],
     acceptance: ExpectedAcceptance,
-    *,
-    follows: bool,
+    least: int | None,
 ) -> Curves:
     block, width = question.block_size, question.width
-    curves: Curves = {OFF: [], fixed(width): [], **({AUTO: []} if follows else {})}
+    curves: Curves = {OFF: [], fixed(width): [], **({AUTO: []} if least else {})}
     for split, predictor in predictors.items():
         batches, plain = (_batches(most) for most in room[split])
         curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
         curves[fixed(width)] += predictor.curve(fixed(width), batches, width, acceptance)
-        if follows:  # at each batch, the width that the policy chooses
-            chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
+        if least:  # at each batch, the width that the policy chooses
+            chosen = [max(least, predictor.auto(batch, widths(block), acceptance)) for batch in batches]
             by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
             curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
     return curves

@@ -122,3 +122,11 @@ def test_auto_is_not_priced_where_the_engine_verifies_whole_blocks(
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 8", *(("auto",) if follows else ())}
     said = f"`width: auto` was not compared: {backend} verifies whole blocks with a DSpark drafter"
     assert any(caution.startswith(said) for caution in told["cautions"]) is not follows
+
+
+def test_vllm_drafts_at_every_load_where_its_adaptive_verification_runs_alone(tmp_path: Path) -> None:
+    """For a plain drafter our scheduler leaves the draft out; beside a Markov head it does not run."""
+    words = ("--target", "Qwen/Qwen3-8B", "--backend", "vllm", "--gpu", "b200", "--acceptance-length", "1.02")
+    for drafter, least in (("mgoin/Qwen3-8B-speculator.dspark", 2), ("z-lab/Qwen3-8B-DFlash-b16", 1)):
+        told = plan(tmp_path / str(least), *words, "--drafter", drafter)
+        assert min(point["width"] for point in told["points"] if point["variant"] == "auto") == least
