@@ -173,6 +173,11 @@ class SGLangSettings(EngineLaunch):
         yield "an NPU", str(given.get("device", "")).startswith("npu")
 
     @property
+    def never_narrow(self) -> str | None:
+        part = self.whole_blocks_with
+        return None if part is None else f"whole blocks with {part}"
+
+    @property
     def width(self) -> int | str | None:
         """Width that our worker is asked for; None = SGLang's own whole blocks, or no speculation."""
         asked = self.deployment.speculation.width

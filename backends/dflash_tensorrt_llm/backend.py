@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dflash_serve.adapter.protocol import ServerBackend
-from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
@@ -39,6 +40,9 @@ class TensorRTLLMBackend(ServerBackend):
 
     def launch(self, deployment: Deployment) -> TensorRTLLMLaunch:
         return replace(TensorRTLLMLaunch.of(deployment), release=self.release)
+
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> TensorRTLLMLaunch:
+        return TensorRTLLMLaunch(deployment=deployment, target=target, drafter=drafter, release=self.release)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return list(unserved_heads(heads, self.release))

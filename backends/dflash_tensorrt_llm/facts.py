@@ -122,7 +122,6 @@ def _of_prometheus(scrape: Scrape) -> AcceptanceStatistics | None:
 FACTS = EngineFacts(
     title="TensorRT-LLM",
     engine_type="trtllm-serve",
-    width_needs_survival=True,
     # Not /health_generate: a chat request of its own each time, which a full queue keeps waiting.
     probes=Probes(started="/health", live="/health", ready="/health"),
     metrics=MetricNames(

@@ -124,9 +124,11 @@ class TensorRTLLMSettings(EngineLaunch):
         return draft_lengths(cost, survival, self.block_size, self.max_batch_size or 1)
 
     @property
-    def follows_cost(self) -> bool:
-        """A table gives the width by batch size: the user's, or one from measured costs."""
-        return self.drafter is None or self.users_schedule is not None or self.draft_lengths() is not None
+    def never_narrow(self) -> str | None:
+        # A table gives the width by batch size: the user's, or one from measured costs.
+        if self.drafter is None or self.users_schedule is not None or self.draft_lengths() is not None:
+            return None
+        return f"whole blocks; {self.way_to_follow_cost}"
 
     @property
     def way_to_follow_cost(self) -> str:

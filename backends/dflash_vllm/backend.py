@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dflash_serve.adapter.protocol import ServerBackend
-from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
 from dflash_serve.checkpoint.reader import Checkpoint
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
@@ -25,6 +26,9 @@ class VLLMBackend(ServerBackend):
 
     def launch(self, deployment: Deployment) -> VLLMLaunch:
         return VLLMLaunch.of(deployment)
+
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> VLLMLaunch:
+        return VLLMLaunch(deployment=deployment, target=target, drafter=drafter)
 
     def head_problems(self, heads: Heads) -> list[Problem]:
         return head_problems(heads)

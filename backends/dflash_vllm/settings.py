@@ -96,6 +96,23 @@ class VLLMSettings(EngineLaunch):
         return next((reason for holds, reason in reasons if holds), None)
 
     @property
+    def never_narrow(self) -> str | None:
+        untrimmed = self.untrimmed
+        if self.drafter is None or len(self.widths) > 1 or untrimmed is None:
+            return None
+        family = f" with a {self.drafter.family} drafter" if self.verifies_whole_blocks else ""
+        return f"whole blocks{family}: {untrimmed}"
+
+    @property
+    def always_drafts(self) -> bool:
+        # Without our scheduler its adaptive verification alone follows the load.
+        return self.measures_costs and len(self.widths) == 1
+
+    @property
+    def measures_costs(self) -> bool:
+        return self.drafter is not None and self.untrimmed is None
+
+    @property
     def compute(self) -> int | None:
         """Compute capability of the GPU that the deployment names, else of this machine's; 90 = SM90."""
         if self.on_cpu:

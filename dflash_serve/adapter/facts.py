@@ -98,8 +98,6 @@ class EngineFacts:
     """One server runs several copies of the model (`parallel.data`); otherwise replicas are deployed."""
     no_swap: str | None = None
     """Reason why a running server cannot be given another drafter (`dflash-serve swap`); None = it can."""
-    width_needs_survival: bool = False
-    """`width: auto` needs measured survival beside the drafter, which published drafters do not bring."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from dflash_serve.adapter.facts import EngineFacts
 from dflash_serve.answers.engine import Engine
-from dflash_serve.checkpoint.config import Heads
+from dflash_serve.checkpoint.config import DrafterConfig, Heads
+from dflash_serve.checkpoint.target import TargetLayout
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import Problem
 
@@ -90,9 +91,19 @@ class Launch(ABC):
         return None
 
     @property
-    def follows_cost(self) -> bool:
-        """`width: auto` follows the load; False = it is the same width in every step."""
-        return True
+    def never_narrow(self) -> str | None:
+        """Words after "it verifies" where `width: auto` is always the whole block; None = it follows the load."""
+        return None
+
+    @property
+    def always_drafts(self) -> bool:
+        """`width: auto` shortens what is verified, and leaves no draft out."""
+        return False
+
+    @property
+    def measures_costs(self) -> bool:
+        """The engine follows the load by costs of its own; a cost table that is given would end that."""
+        return False
 
     @property
     def choices(self) -> Sequence[Choice]:
@@ -132,6 +143,14 @@ class ServerBackend(Backend, Protocol):
             UserError: target or drafter cannot be found or read at all.
         """
         ...
+
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> Launch:
+        """The launch of models that are described, and not here; only for what it says of widths and costs.
+
+        Raises:
+            UserError: this engine needs the models.
+        """
+        return self.launch(deployment)
 
 
 @runtime_checkable

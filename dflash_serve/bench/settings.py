@@ -18,7 +18,6 @@ from dflash_serve.common.processes import require_program
 from dflash_serve.common.settings import Frozen, PositiveInt, Several, describe, without_nulls
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.deployment.layers import load_layers, with_absolute_paths
-from dflash_serve.deployment.variables import COST_TABLE, SURVIVAL
 from dflash_serve.errors import UserError, raise_problems
 
 OFF, FIXED, AUTO = "off", "fixed", "auto"
@@ -141,10 +140,9 @@ def find_variants(
         for name, each in deployed.items():
             launch = chosen.launch(each)
             raise_problems(launch.problems)
-            if name == AUTO and not launch.follows_cost:
-                what = f"without measured costs, {chosen.name} verifies the whole block in every step, as fixed does"
-                do = f"give {COST_TABLE} and {SURVIVAL}, or leave auto out"
-                raise UserError(what, where="--variants auto", do=do)
+            if name == AUTO and (why := launch.never_narrow) is not None:
+                what = f"{chosen.name} verifies the whole block in every step, as fixed does ({why})"
+                raise UserError(what, where="--variants auto", do="leave auto out")
     running = endpoint_variants(settings.endpoint)
     if not deployed and not running:
         do = "give a deployment.yaml, --target and --drafter, or --url NAME=http://host:port"

@@ -182,7 +182,7 @@ class Certification:
         width = deployment.speculation.width
         if width in (OFF, 1):
             raise UserError("it does not speculate", where="speculation.width", do="give another, or auto")
-        if width == AUTO and not server_backend(self.settings.backend).launch(deployment).follows_cost:
+        if width == AUTO and server_backend(self.settings.backend).launch(deployment).never_narrow is not None:
             return FIXED
         return str(width)
 

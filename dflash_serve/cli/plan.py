@@ -77,7 +77,7 @@ def plan(
     from dflash_serve.common.files import require_writable
     from dflash_serve.planning.files import JSON, require_free, write_plan
     from dflash_serve.planning.methods import compared, methods_named
-    from dflash_serve.planning.plan import make_plan
+    from dflash_serve.planning.search import make_plan
     from dflash_serve.planning.settings import PlanSettings
 
     if not overwrite:

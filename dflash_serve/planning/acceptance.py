@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from dflash_serve.checkpoint.catalogue import CataloguedDrafter, PublishedAcceptance, catalogue, drafters_of
 from dflash_serve.common.documents import read_json
+from dflash_serve.doctor.lengths import FEWEST_STEPS
 from dflash_serve.errors import UserError, did_you_mean
 from dflash_serve.planning.prediction import ExpectedAcceptance
 
@@ -17,6 +19,7 @@ TASKS = {
 }
 """Name of a task on the command line -> its name in the catalogue; other tasks have their own name in lower case."""
 BAND = (3.0, 4.5, 6.0)  # Acceptance lengths of a whole block that published drafters have, from chat to mathematics
+RISE = 0.05  # Rise of survival from slot to slot that few steps explain
 AS_IT_IS = "as it is"  # Name of a drafter with its own features in reports of `evaluate`
 
 
@@ -60,12 +63,14 @@ def of_task(task: str, target: str, drafter: str | None, block_size: int) -> Exp
     Raises:
         UserError: none was published; says which were.
     """
-    ours = catalogued_with(target)
+    task, ours = task.lower(), catalogued_with(target)
     found = _published_at(task, [row for row in ours if drafter is None or _is(row, drafter)])
     if found is None:
         raise _unpublished(task, target, drafter, ours)
     row, figure = found
     source = f"published for {row.repository} with {row.target} at {figure.benchmark}: {figure.setting}"
+    if row.block_size not in (None, block_size):
+        source = f"from the \N{GREEK SMALL LETTER TAU} {figure.value:g} that was {source}"
     source += f" ({figure.source})" + ("; the drafter of this plan is another, assumed one" if drafter is None else "")
     return from_length(figure.value, block_size, source, measured_at=row.block_size)
 
@@ -123,7 +128,7 @@ def from_report(path: Path, task: str | None, block_size: int, context: int | No
 
     Args:
         context: tokens before a step: where no task is named and the report has acceptance by length (`by.length`:
-            `4096-8191` -> figures), the range that has it, or the nearest one.
+            `4096-8191` -> figures), the range that has it, or the nearest one, of those with FEWEST_STEPS.
 
     Raises:
         UserError: it is no such report, has no such task, or tells no survival.
@@ -132,15 +137,16 @@ def from_report(path: Path, task: str | None, block_size: int, context: int | No
     report = read_json(path)
     try:
         by_length = report.get("by", {}).get("length")
-        if by_length and task is None and context is not None:
-            nearest = min(by_length, key=lambda name: _distance(name, context))
+        told = {name: _distance(name, context or 0) for name, one in (by_length or {}).items() if _is_known(one)}
+        if told and task is None and context is not None:
+            nearest = min(told, key=told.__getitem__)
             survival, measured = by_length[nearest]["survival"], f"contexts of {nearest} tokens"
         elif "points" in report:
             survival, measured = _of_bench(report["points"]), "bench"
         else:
             measured = _task_of(report["tasks"], task, where)
             survival = report["tasks"][measured][AS_IT_IS]["survival"]
-        known = [float(share) for share in survival[: block_size - 1] if share is not None]
+        known = [float(share) for share in takewhile(lambda share: share is not None, survival[: block_size - 1])]
     except (KeyError, TypeError, ValueError, AttributeError):
         do = "give the JSON of `evaluate --output` or of `bench`"
         raise UserError("no report", where=where, do=do) from None
@@ -148,10 +154,22 @@ def from_report(path: Path, task: str | None, block_size: int, context: int | No
         raise UserError("it tells no survival", where=where, do="measure with a fixed width")
     if not all(0 <= share <= 1 for share in known):
         raise UserError("a share of its survival is not from 0 to 1", where=where, do="measure it again")
+    if any(later > share + RISE for share, later in pairwise(known)):
+        what = "its survival rises: a slot survives only where the slot before it did"
+        raise UserError(what, where=where, do="measure it again, with a fixed width")
+    known, seen = list(accumulate(known, min)), len(known)
     conditional = min(1.0, known[-1] / known[-2]) if len(known) > 1 and known[-2] else known[-1]
     while len(known) < block_size - 1:
         known.append(known[-1] * conditional)
-    return _expected(known, f"measured: {measured} of {path.name}")
+    source = f"measured: {measured} of {path.name}"
+    if seen < len(known):
+        source += f", {seen} of {len(known)} slots; the {len(known) - seen} others are extrapolated"
+    return _expected(known, source)
+
+
+def _is_known(figures: Mapping[str, Any]) -> bool:
+    # With fewer steps the survival is a guess.
+    return bool(figures["survival"]) and figures["survival"][0] is not None and figures["steps"] >= FEWEST_STEPS
 
 
 def _distance(lengths: str, context: int) -> int:
@@ -164,9 +182,11 @@ def _expected(survival: Sequence[float], source: str) -> ExpectedAcceptance:
 
 
 def _task_of(tasks: Mapping[str, Any], task: str | None, where: str) -> str:
-    name = task or (next(iter(tasks)) if len(tasks) == 1 else None)
-    if name is None or name not in tasks:
-        do = f"give --task one of: {', '.join(tasks)}"
+    name = next(iter(tasks)) if task is None and len(tasks) == 1 else None
+    if task is not None:
+        name = next((one for one in tasks if one.lower() == task.lower()), None)
+    if name is None:
+        do = (task and did_you_mean(task, tasks)) or f"give --task one of: {', '.join(tasks)}"
         raise UserError("which task?" if task is None else f"no task {task!r}", where=where, do=do)
     return name
 

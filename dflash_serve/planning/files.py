@@ -14,8 +14,9 @@ from dflash_serve.common.provenance import commit, now, versions
 from dflash_serve.common.reports import json_text, write_files
 from dflash_serve.errors import UserError
 from dflash_serve.planning.methods import METHODS, PricedMethod, batches
-from dflash_serve.planning.plan import COSTS, DEPLOYMENT, Plan, points_of, widths
+from dflash_serve.planning.plan import COSTS, DEPLOYMENT, Plan, points_of
 from dflash_serve.planning.prediction import OperatingPoint
+from dflash_serve.planning.search import widths
 
 JSON, CONSTANTS = "plan.json", "constants.json"
 

@@ -48,9 +48,11 @@ def methods_named(text: str) -> list[str]:
     """The methods of a comma-separated list, `off` first: all others are compared with it.
 
     Raises:
-        UserError: one is none of them.
+        UserError: one is none of them, or none is named.
     """
     named = [word.strip().lower() for word in text.split(",") if word.strip()]
+    if not named:
+        raise UserError("no method is named", where="--methods", do=f"use some of {','.join(METHODS)}")
     for word in named:
         if word not in METHODS:
             do = did_you_mean(word, METHODS) or f"use some of {','.join(METHODS)}"
@@ -64,12 +66,12 @@ def compared(plan: Plan, names: Sequence[str], task: str | None) -> list[PricedM
     Args:
         task: at which acceptance was published; None = only the acceptance that the plan was given.
     """
-    return [_priced(plan, name, task) for name in names]
+    return [_priced(plan, name, task and task.lower()) for name in names]
 
 
 def batches(plan: Plan) -> list[int]:
     """The batches that are compared: the plan's own is the largest, where it has room beside a drafter."""
-    most = min(plan.chosen.batch, plan.room[plan.chosen.split].speculative)
+    most = min(plan.chosen.batch, plan.room[plan.chosen.split].speculative or plan.chosen.batch)
     return sorted({batch for batch in (1, FEW, most) if batch <= most})
 
 
@@ -77,31 +79,38 @@ def _priced(plan: Plan, name: str, task: str | None) -> PricedMethod:
     if name == OFF:
         plain = ExpectedAcceptance(OFF, (), "")
         return _at_batches(plan, PricedMethod(name, None, None, ()), plan.predictors[plan.chosen.split], plain, 1)
+    if not plan.room[plan.chosen.split].speculative:
+        return PricedMethod(name, None, None, (), why_not=f"{plan.chosen.split} has no room for a drafter")
     if name in CHAINS:
         return _chained(plan, name, task)
     asked = plan.question
-    named = asked.deployment.drafter
-    if named is None or asked.pair.drafter.family != KINDS[name]:
+    named, is_given = asked.deployment.drafter, len(asked.acceptances) == 1
+    if asked.pair.drafter.family != KINDS[name] or (named is None and (task is not None or not is_given)):
         return _of_catalogue(plan, name, task)
-    if len(asked.acceptances) > 1:
-        row = catalogued_drafter(named.model)
-        return PricedMethod(name, named.model, None, (), why_not=_unpublished(name, task, [row] if row else []))
+    drafter = "an assumed drafter" if named is None else named.model
+    if not is_given:
+        row = catalogued_drafter(drafter)
+        return PricedMethod(name, drafter, None, (), why_not=_unpublished(plan, name, task, [row] if row else []))
     given, predictor = asked.acceptances[0], plan.predictors[plan.chosen.split]
-    return _at_batches(plan, PricedMethod(name, named.model, given, ()), predictor, given, asked.block_size)
+    return _at_batches(plan, PricedMethod(name, drafter, given, ()), predictor, given, asked.block_size)
 
 
 def _of_catalogue(plan: Plan, name: str, task: str | None) -> PricedMethod:
     asked = plan.question
     rows = [row for row in catalogued_with(asked.deployment.target.model) if row.kind == KINDS[name] and row.block_size]
     at = [(row, one) for row in rows for one in row.acceptance_length if task_of(one) == task]
-    return _fastest([_drafter(plan, name, row, one) for row, one in at], name, task, rows)
+    return _fastest(plan, [_drafter(plan, name, row, one) for row, one in at], name, task, rows)
 
 
 def _fastest(
-    priced: Sequence[PricedMethod], name: str, task: str | None, rows: Sequence[CataloguedDrafter | OtherMethod]
+    plan: Plan,
+    priced: Sequence[PricedMethod],
+    name: str,
+    task: str | None,
+    rows: Sequence[CataloguedDrafter | OtherMethod],
 ) -> PricedMethod:
     # For one request: of several published drafters, the one that a user would take.
-    none = PricedMethod(name, None, None, (), why_not=_unpublished(name, task, rows))
+    none = PricedMethod(name, None, None, (), why_not=_unpublished(plan, name, task, rows))
     return max(priced, key=lambda each: each.points[0].throughput, default=none)
 
 
@@ -128,7 +137,7 @@ def _chained(plan: Plan, name: str, task: str | None) -> PricedMethod:
     asked = plan.question
     rows = [row for row in other_methods(named_target(asked.deployment.target.model)) if row.method == CHAINS[name]]
     at = [(row, one) for row in rows for one in row.acceptance_length if task_of(one) == task]
-    return _fastest([_chain_of(plan, name, row, one) for row, one in at], name, task, rows)
+    return _fastest(plan, [_chain_of(plan, name, row, one) for row, one in at], name, task, rows)
 
 
 def _chain_of(plan: Plan, name: str, row: OtherMethod, figure: PublishedAcceptance) -> PricedMethod:
@@ -169,13 +178,14 @@ def _at_batches(
     return replace(method, points=tuple(points), gains=gains)
 
 
-def _unpublished(name: str, task: str | None, rows: Sequence[CataloguedDrafter | OtherMethod]) -> str:
+def _unpublished(plan: Plan, name: str, task: str | None, rows: Sequence[CataloguedDrafter | OtherMethod]) -> str:
     tasks = sorted({task_of(one) for row in rows for one in row.acceptance_length})
     whose = {**KINDS, **CHAINS}[name]
     if not tasks:
         return f"no acceptance of {whose} with this target is known"
     if task is None:
-        return f"give --task: {whose} has published figures at {', '.join(tasks)}"
+        other = " instead of the acceptance that was given" if len(plan.question.acceptances) == 1 else ""
+        return f"give --task{other}: {whose} has published figures at {', '.join(tasks)}"
     return f"none of {whose} was published at {task}; there are: {', '.join(tasks)}"
 
 

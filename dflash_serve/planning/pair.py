@@ -56,11 +56,19 @@ def read_pair(deployment: Deployment) -> Pair:
         drafter, source, checkpoint = _named_drafter(deployment, layout, read_target(folder))
         raise_problems([*check_pairing(drafter, layout.shape), *block_problems(deployment, drafter)])
         told += [source] if source else []
-    drafter = drafter.model_copy(update={"block_size": deployment.speculation.block_size or drafter.block_size})
+    drafter = _as_served(drafter, deployment)
     share, each = deployment.kv_cache.memory_fraction, kv_bytes_each(deployment, layout)
     stored = None if checkpoint is None else stored_bytes(checkpoint, drafter)
     formats = product_formats(checkpoint) if checkpoint is not None else {}
     return Pair(model, folder, layout, drafter, assumed, each, share, tuple(told), stored, formats)
+
+
+def _as_served(drafter: DrafterConfig, deployment: Deployment) -> DrafterConfig:
+    # With the block and the windows of the deployment: a window bounds what is read, and not the K/V that are kept.
+    speculation, layers = deployment.speculation, drafter.layers
+    if (most := speculation.draft_window) is not None:
+        layers = tuple(one.model_copy(update={"window": min(one.window or most, most)}) for one in layers)
+    return drafter.model_copy(update={"block_size": speculation.block_size or drafter.block_size, "layers": layers})
 
 
 def _target_folder(model: Model) -> tuple[Path] | tuple[Path, str]:

@@ -1,33 +1,39 @@
-"""The answer of `dflash-serve plan`: every split, width and batch priced, the best of them, and the files of a plan."""
+"""The answer of `dflash-serve plan`: the best of all that was priced, in figures and in words."""
 
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflash_serve.adapter.protocol import Launch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
+from dflash_serve.deployment.gpus import Gpu
 from dflash_serve.deployment.pair import HALVES, both_halves
+from dflash_serve.deployment.variables import COST_TABLE
 from dflash_serve.errors import Problem, UserError
 from dflash_serve.planning.long_contexts import long_context
-from dflash_serve.planning.prediction import ExpectedAcceptance, OperatingPoint, Predictor
+from dflash_serve.planning.prediction import Constants, OperatingPoint, Predictor
 from dflash_serve.planning.question import Objective, PlanQuestion, fastest
 from dflash_serve.planning.step_times import Split
 
 DEPLOYMENT, COSTS = "deployment.yaml", "costs.json"  # Files of a plan that its next commands name
 OFF, AUTO = "off", "auto"
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-WIDTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16)
 ALIKE = 0.99  # `auto` is preferred up to this share of the best throughput: it follows the load
 ROOFLINE_ERROR = 0.3
 """Mean relative error where the roofline prices, with constants that were fitted with the tables (plan-published.json:
 28 % of plain tokens/s, 16 % of speed-ups).
+"""
+
+FITTED_ON, OTHER_GPU_ERROR = "b200", 0.16
+"""The GPU of every fit, and the mean relative error of tokens/s that a plan tells of others at least
+(plan-published.json, `gpus`: 15 % of 17 cells by tables).
 """
 
 Curves = dict[str, list[OperatingPoint]]  # Variant -> points, split after split, by rising batch
@@ -45,7 +51,7 @@ class Plan:
     """The answer to a question, derived from all points that were priced."""
 
     question: PlanQuestion
-    can_follow: bool  # True where the engine can run `width: auto`
+    never_narrow: str | None  # `Launch.never_narrow`: the engine's `width: auto` is the whole block in every step
     predictors: dict[Split, Predictor]
     room: dict[Split, Room]
     notes: list[str]
@@ -92,28 +98,27 @@ class Plan:
         """Tokens/s/GPU by plain decoding's, both within the limits; None = plain decoding does not reach them."""
         return None if self.plain is None else self.chosen.throughput / self.plain.throughput
 
-    @property
-    def stops_at(self) -> int | None:
-        """Number of requests from which the fixed width is slower than plain decoding, at the chosen split; None = it
-        never is.
+    @cached_property
+    def losing(self) -> list[tuple[int, int | None]]:
+        """Stretches of batches at which the fixed width is slower than plain decoding, at the chosen split: the first
+        and the last batch of each; None = to the end.
         """
         wide, plain = (
             {point.batch: point.throughput for point in self.known[name] if point.split == self.chosen.split}
-            for name in (_fixed(self.question.block_size), OFF)
+            for name in (fixed(self.question.width), OFF)
         )
-        losing = None
-        for batch in sorted(wide, reverse=True):
-            if wide[batch] >= plain[batch]:
-                break
-            losing = batch
-        return losing
+        runs = [(loses, list(run)) for loses, run in groupby(sorted(wide), lambda batch: wide[batch] < plain[batch])]
+        return [(run[0], None if run[-1] == max(wide) else run[-1]) for loses, run in runs if loses]
+
+    @property
+    def stops_at(self) -> int | None:
+        """Number of requests from which the fixed width is slower than plain decoding; None = it never is."""
+        return next((first for first, last in self.losing if last is None), None)
 
     def error(self, point: OperatingPoint) -> float:
         """Relative error of its tokens/s: the mean error of such figures against published measurements."""
-        constants = self.question.constants
-        own = constants.plain_error if point.width == 1 else constants.error
         by_hand = point.step.roofline > 0 and point.step.measured == 0
-        return max(own, ROOFLINE_ERROR) if by_hand else own
+        return shown_error(self.question.constants, self.question.on, point.width, by_hand=by_hand)
 
     @cached_property
     def range(self) -> tuple[float, float]:
@@ -214,11 +219,15 @@ class Plan:
     def _what(self) -> str:
         chosen, asked = self.chosen, self.question
         width = "without speculation" if chosen.variant == OFF else f"width {chosen.variant.removeprefix('fixed ')}"
-        wide = f" (about {chosen.width} at full load)" if chosen.variant == AUTO else ""
+        load = f"about {chosen.width}" if chosen.width > 1 else "off"
+        wide = f" ({load} at full load)" if chosen.variant == AUTO else ""
         copies = f", {self.copies} copies on {asked.count} GPUs" if self.copies > 1 else ""
         most = f"{chosen.batch} request{'s' * (chosen.batch > 1)} at once"
         if self.copies > 1:
-            most += f" on each copy, {chosen.batch * self.copies} on all {self.copies}"
+            pair = asked.deployment.pair is not None and self.halves
+            decode, kind = (pair[1], " that decodes") if pair else (self.copies, "")
+            each = f"each copy{kind}, {chosen.batch * decode} on all {decode}"
+            most += f" on {each if decode > 1 else f'the one copy{kind}'}"
         return (
             f"Run {asked.pair.layout.shape.name} on {asked.on.name.upper()} with {chosen.split}{copies}, "
             f"{width}{wide}, at most {most}."
@@ -228,13 +237,13 @@ class Plan:
         chosen, (low, high) = self.chosen, self.range
         told = (
             f"Expect {chosen.throughput:,.0f} tokens/s/GPU ({low:,.0f} to {high:,.0f}) at {chosen.interactivity:,.0f} "
-            f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms"
+            f"tokens/s/user, first token after {chosen.first_token_ms:,.0f} ms{self._met_at()}"
         )
         if chosen.variant == OFF:
-            wide = (point for point in points_of(self.known) if point.variant != OFF)
+            wide = [point for point in points_of(self.known) if point.width > 1]
             best = self.question.objective.best(wide)
             if best is None:
-                return f"{told}. No setting with speculation meets the limits."
+                return f"{told}. No setting with speculation {'meets the limits' if wide else 'fits'}."
             setting = f"{best.split}, batch {best.batch}, width {best.width}"
             return f"{told}. Speculation does not pay here: its best gives {best.throughput:,.0f} ({setting})."
         plain, equal, end = self.plain, self.plain_at_equal_batch, self.plain_fastest
@@ -252,16 +261,36 @@ class Plan:
             f"many. In plain decoding, {ends}."
         )
 
+    def _met_at(self) -> str:
+        # The part of a band at which the chosen setting meets the limits, where that is not all of it.
+        setting = (self.chosen.variant, self.chosen.split, self.chosen.batch)
+        met = [
+            acceptance.name
+            for acceptance, curves in zip(self.question.acceptances, self.curves, strict=True)
+            for point in points_of(curves)
+            if (point.variant, point.split, point.batch) == setting and self.question.objective.is_met(point)
+        ]
+        if len(met) in (0, len(self.curves)):
+            return ""
+        return f"; the limits are met only at {' and '.join(met)}"
+
+    def _pays(self) -> str:
+        if not self.room[self.chosen.split].speculative:
+            return f"{self.chosen.split} has no room for the drafter"
+        told = f"At equal batch, speculation with a fixed width of {self.question.width} is "
+        if not self.losing:
+            return f"{told}faster than plain decoding at every batch that has room for it"
+        where = [
+            f"from batch {first} on" if last is None else f"at batch {first}" + f" to {last}" * (last > first)
+            for first, last in self.losing
+        ]
+        faster = "" if self.losing[0][1] is None else ", and faster at all others that have room for it"
+        return f"{told}slower than plain decoding {' and '.join(where)}{faster}"
+
     def _trust(self) -> str:
-        stop, block = self.stops_at, self.question.block_size
-        pays = f"At equal batch, speculation with a fixed width of {block} is " + (
-            f"slower than plain decoding from batch {stop} on"
-            if stop
-            else "faster than plain decoding at every batch that has room for it"
-        )
         parts = ", ".join(f"{share:.0%} {name}" for name, share in self.chosen.step.shares().items() if share)
         return (
-            f"{pays}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
+            f"{self._pays()}. Nothing was run: {self._acceptance()}; step times from {self.basis}; engine constants "
             f"{self.question.constants.name} ({parts})."
         )
 
@@ -276,7 +305,7 @@ class Plan:
         asked, constants, chosen = self.question, self.question.constants, self.chosen
         yield from (f"{note}." for note in self.notes)
         yield from (f"{told}." for told in asked.pair.catalogued)
-        if self.halves is not None and not _refuses_pairs(asked):
+        if self.halves is not None and not refuses_pairs(asked):
             yield self._as_pair(*self.halves)
         if (long := long_context(asked)) is not None:
             yield long
@@ -298,8 +327,7 @@ class Plan:
                 f"slot of its block: {chosen.split} has room for {room.speculative} requests at once, {room.plain} "
                 "without a drafter."
             )
-        if not self.can_follow:
-            yield f"{asked.backend} cannot run `width: auto` for this pair: only fixed widths and off were compared."
+        yield from self._about_widths()
         ratio = self.equal_interactivity_ratio
         if ratio is not None and ratio > 3 * self.equal_batch_gain:
             yield (
@@ -318,6 +346,21 @@ class Plan:
             )
         for problem in self.refusals():
             yield f"`serve` would refuse the deployment here: {problem}."
+
+    def _about_widths(self) -> Iterator[str]:
+        asked, fits = self.question, any(room.speculative for room in self.room.values())
+        if self.never_narrow is not None:
+            yield f"`width: auto` was not compared: {asked.backend} verifies {self.never_narrow}."
+        given = asked.deployment.speculation.width
+        if asked.given_width is not None:
+            yield f"speculation.width: {given} is given: only it and off were compared."
+        elif given in (OFF, 1):
+            yield f"speculation.width: {given} is given, and the plan compares it with speculation."
+        if self.chosen.variant == OFF and asked.objective.interactivity is None and fits:
+            yield (
+                "This is the most tokens/s/GPU, whatever one user gets: --slo-interactivity keeps so many tokens/s for "
+                "each user, and speculation may pay there."
+            )
 
     def _as_pair(self, prefill: int, decode: int) -> str:
         (prompt, answer), load = self.busy_ms, self.question.load
@@ -341,10 +384,14 @@ class Plan:
             serve = f"dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend} --role"
             yield from (f"{serve} {role}" for role in HALVES)
             return
-        environment = "" if chosen.variant == OFF else f"DFLASH_SERVE_COST_TABLE={folder}/{COSTS} "
+        launch = launch_of(asked, self.deployment) if chosen.variant == AUTO else None
+        environment = f"{COST_TABLE}={folder}/{COSTS} " if launch is not None and not launch.measures_costs else ""
         yield f"{environment}dflash-serve serve {folder}/{DEPLOYMENT} --backend {asked.backend}"
-        loads = sorted({1, *(max(1, chosen.batch >> shift) for shift in range(0, 7, 2))})
-        variants = "off,fixed" + (",auto" if chosen.variant == AUTO else "")
+        fits = self.room[chosen.split].speculative
+        most = min(chosen.batch, fits or chosen.batch)
+        loads = sorted({1, *(max(1, most >> shift) for shift in range(0, 7, 2))})
+        width = str(asked.given_width or "fixed")
+        variants = ",".join([OFF, *([width] if fits else []), *([AUTO] if chosen.variant == AUTO else [])])
         words = [
             *("dflash-serve", "bench", f"{folder}/{DEPLOYMENT}", "--backend", asked.backend, "--variants", variants),
             *("--concurrency", ",".join(str(load * self.copies_in_one_server) for load in loads)),
@@ -359,114 +406,33 @@ class Plan:
         yield shlex.join(words)
 
 
-def make_plan(question: PlanQuestion) -> Plan:
-    """Prices every split, width and batch that a question leaves open.
-
-    Raises:
-        UserError: not one request fits, or nothing meets the limits.
-    """
-    question.require_lengths()
-    pair = question.deployment.pair is not None
-    if pair and _refuses_pairs(question):
-        raise UserError(f"{question.backend} serves no pair", where="pair", do="leave it out, or use another --backend")
-    predictors: dict[Split, Predictor] = {}
-    room: dict[Split, Room] = {}
-    notes: dict[str, list[Split]] = defaultdict(list)
-    by_hand: dict[Split, str] = {}
-    for split in question.splits():
-        if (most := question.most(split)) == 0:
-            notes["limits.max_batch_size leaves less than one request to a copy"].append(split)
-            continue
-        if pair and question.copies(split) < len(HALVES):
-            notes["A pair needs two copies"].append(split)
-            continue
-        times, why = question.step_times(split)
-        longest = question.load.isl + question.load.osl
-        fits = Room(*(times.kv_tokens(longest, drafts=drafts) // longest for drafts in (True, False)))
-        if fits.speculative < 1:
-            notes["Weights leave no room for one request's K/V"].append(split)
-            continue
-        if why:
-            by_hand[split] = why
-        predictors[split] = Predictor(times, question.constants, question.load, question.block_size, split)
-        room[split] = Room(*(min(each, most or each) for each in fits))
-    some_measured = len(by_hand) < len(predictors)
-    for split, why in by_hand.items():
-        if some_measured:  # the roofline promises more than tables do, and would often win for that alone
-            notes[f"Left out beside splits that the tables price: {why}"].append(split)
-            del predictors[split], room[split]
-        else:
-            notes[f"Roofline: {why}"].append(split)
-    if not predictors:
-        if question.most(split) == 0:
-            do = f"give at least {question.copies(split)}, one for each copy, or fewer GPUs"
-            raise UserError("not one request for each copy of the model", where="limits.max_batch_size", do=do)
-        if "A pair needs two copies" in notes:
-            raise UserError("a pair needs two copies of the model that fit", where="--count", do="give more GPUs")
-        what = f"{question.pair.layout.shape.name} does not fit {question.count} x {question.on.name}"
-        raise UserError(what, where="--count", do="give more GPUs, a larger kind, or a quantised target")
-    follows = _can_follow(question)
-    curves = [_curves(question, predictors, room, each, follows=follows) for each in question.acceptances]
-    question.objective.require_met([point for each in curves for point in points_of(each)])
-    told = [f"{note}: {'; '.join(map(str, splits))}" for note, splits in notes.items()]
-    return Plan(question, follows, predictors, room, told, curves)
+def shown_error(constants: Constants, on: Gpu, width: int, *, by_hand: bool) -> float:
+    """The error that a plan tells of tokens/s: more where no fit has seen the GPU, or a roofline prices (`by_hand`)."""
+    own = constants.plain_error if width == 1 else constants.error
+    if on.name != FITTED_ON and constants.evidence != "calibrated":
+        own = max(own, OTHER_GPU_ERROR)
+    return max(own, ROOFLINE_ERROR) if by_hand else own
 
 
-def _refuses_pairs(question: PlanQuestion) -> bool:
+def refuses_pairs(question: PlanQuestion) -> bool:
+    """The engine serves no pair."""
     return any(one.key == "pair" for one in server_backend(question.backend).facts.refusals)
 
 
-def _can_follow(question: PlanQuestion) -> bool:
-    # True where the engine can run `width: auto` for this pair.
-    if question.deployment.pair is not None:
-        return False  # both halves verify whole blocks
-    if question.deployment.drafter is None:
-        return True
-    given = question.deployment.model_dump(exclude_unset=True)
-    if question.pair.catalogued:
-        return not server_backend(question.backend).facts.width_needs_survival
-    automatic = Deployment.model_validate(overlay(given, {"speculation": {"width": AUTO}}))
+def launch_of(question: PlanQuestion, deployment: Deployment) -> Launch | None:
+    """The launch of a deployment with the question's models; None where the engine cannot read them."""
+    engine, pair = server_backend(question.backend), question.pair
     try:
-        return server_backend(question.backend).launch(automatic).follows_cost
+        if pair.catalogued or deployment.drafter is None:
+            return engine.described(deployment, pair.layout, pair.drafter)
+        return engine.launch(deployment)
     except UserError:
-        return True
+        return None
 
 
-def _curves(
-    question: PlanQuestion,
-    predictors: dict[Split, Predictor],
-    room: dict[Split, Room],
-    acceptance: ExpectedAcceptance,
-    *,
-    follows: bool,
-) -> Curves:
-    block = question.block_size
-    curves: Curves = {OFF: [], _fixed(block): [], **({AUTO: []} if follows else {})}
-    for split, predictor in predictors.items():
-        batches, plain = (_batches(most) for most in room[split])
-        curves[OFF] += predictor.curve(OFF, sorted({*batches, *plain}), 1, acceptance)
-        curves[_fixed(block)] += predictor.curve(_fixed(block), batches, block, acceptance)
-        if follows:  # at each batch, the width that the policy chooses
-            chosen = [predictor.auto(batch, widths(block), acceptance) for batch in batches]
-            by_width = {width: predictor.curve(AUTO, batches, width, acceptance) for width in sorted(set(chosen))}
-            curves[AUTO] += [by_width[width][place] for place, width in enumerate(chosen)]
-    return curves
-
-
-def _batches(most: int) -> list[int]:
-    # Batches to price, the largest included.
-    most = min(most, BATCHES[-1])
-    return sorted({*(batch for batch in BATCHES if batch < most), most})
-
-
-def _fixed(block_size: int) -> str:
-    # The variant that verifies the whole block in every step.
+def fixed(block_size: int) -> str:
+    """The variant that verifies the whole block in every step."""
     return f"fixed {block_size}"
-
-
-def widths(block_size: int) -> list[int]:
-    """Widths among which `auto` chooses."""
-    return sorted({*(width for width in WIDTHS if width < block_size), block_size})
 
 
 def points_of(curves: Curves) -> list[OperatingPoint]:

@@ -106,7 +106,11 @@ def constants_of(backend: str, asked: str | None) -> Constants:
         UserError: nothing is known of this engine, there is no such set, or the file is none.
     """
     if asked is not None and Path(asked).suffix == ".json":
-        return _read_constants(Path(asked))
+        found = _read_constants(Path(asked))
+        if found.backend != backend:
+            what, do = f"constants of {found.backend}, and the plan is for {backend}", f"give those of {backend}"
+            raise UserError(what, where=f"--constants {asked}", do=f"{do}, or --backend {found.backend}")
+        return found
     every = known_constants()
     known = {each.name: each for each in every if each.backend == backend}
     if asked is None and not known:

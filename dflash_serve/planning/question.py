@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import ceil, inf
-from pathlib import Path
-from statistics import mean
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
 
 from dflash_serve.adapter.checks import (
     attention_head_problems,
     expert_block_problems,
     length_problems,
 )
-from dflash_serve.common.documents import read_json
 from dflash_serve.deployment.description import Deployment, Parallel
 from dflash_serve.deployment.gpus import GPUS, Gpu
 from dflash_serve.errors import UserError, raise_problems
 from dflash_serve.planning.prediction import (
-    FITTED,
     Constants,
     ExpectedAcceptance,
     Load,
-    MeasuredCell,
     OperatingPoint,
-    Predictor,
-    fit,
 )
 from dflash_serve.planning.step_times import (
     Pair,
@@ -34,6 +26,8 @@ from dflash_serve.planning.step_times import (
     StepTimes,
     priced,
 )
+
+TENSORS = (1, 2, 4, 8)  # Sizes of TP that are planned
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,11 @@ class Objective:
         met = [point for point in points if self.is_met(point)]
         return max(met, key=lambda point: (point.throughput, point.interactivity), default=None)
 
-    def require_met(self, points: Sequence[OperatingPoint]) -> None:
+    def require_met(self, points: Sequence[OperatingPoint], others: str) -> None:
         """Names the nearest limit that is met.
+
+        Args:
+            others: further ways to meet this one.
 
         Raises:
             UserError: no point meets it.
@@ -74,7 +71,7 @@ class Objective:
                 f"ttft {ceil(near.first_token_ms)}",
             )
         how = f"--slo-{limit} ({near.variant}, {near.split}, batch {near.batch})"
-        raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or more GPUs, or another GPU")
+        raise UserError(what, where="the SLO", do=f"the nearest that is met is {how}; or {others}")
 
 
 def fastest(points: Iterable[OperatingPoint]) -> OperatingPoint:
@@ -102,6 +99,17 @@ class PlanQuestion:
     def count(self) -> int:
         """Number of GPUs."""
         return self.deployment.hardware.count
+
+    @property
+    def given_width(self) -> int | None:
+        """The number of slots that `speculation.width` names; None = the plan chooses."""
+        given = self.deployment.speculation.width
+        return given if isinstance(given, int) and given > 1 else None
+
+    @property
+    def width(self) -> int:
+        """The fixed width that is compared: the whole block where none is given."""
+        return self.given_width or self.block_size
 
     def copies(self, split: Split) -> int:
         """Copies of the model on all GPUs."""
@@ -144,9 +152,9 @@ class PlanQuestion:
             if getattr(parallel, name) != Parallel.model_fields[name].default:
                 do = "leave it out: a plan has TP, EP and copies alone"
                 raise UserError("this is not planned for", where=f"parallel.{name}", do=do)
-        sizes = [size for size in (1, 2, 4, 8) if size <= min(self.count, self.on.per_node)]
+        sizes = [size for size in TENSORS if size <= min(self.count, self.on.per_node)]
         tensors = [size for size in sizes if not list(self._split_problems(size))]
-        if "tensor" in parallel.model_fields_set:
+        if self.is_split:
             for what in self._split_problems(parallel.tensor):
                 possible = " or ".join(map(str, tensors))
                 more = "; more GPUs (--count) allow more" if self.count < self.on.per_node else ""
@@ -162,12 +170,27 @@ class PlanQuestion:
         ]
         if not found and asked:
             what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
-            raise UserError(what, where="--expert", do="leave it out, or use 1 or as many as TP")
+            if not layout.experts:
+                what = f"{layout.shape.name} has no experts to share out over {parallel.expert} GPUs"
+            raise UserError(
+                what, where="--expert", do="leave it out, or use 1" + " or as many as TP" * bool(layout.experts)
+            )
         if not found:
             why = next((what for size in sizes for what in self._split_problems(size)), "none fits a node")
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible ({why})"
             raise UserError(what, where="--count", do="give another number of GPUs")
         return found
+
+    @property
+    def is_split(self) -> bool:
+        """TP was given."""
+        return "tensor" in self.deployment.parallel.model_fields_set
+
+    def wider(self, tensor: int) -> list[Split]:
+        """Splits over more GPUs than `tensor`, on as many GPUs as each needs."""
+        layout, drafter = self.pair.layout, self.pair.drafter
+        sizes = (size for size in TENSORS if tensor < size <= self.on.per_node)
+        return [Split(size) for size in sizes if not list(attention_head_problems(layout, drafter, size))]
 
     def step_times(self, split: Split) -> tuple[StepTimes, str | None]:
         """Step times of one copy, and why they are not from operator tables (None: they are)."""
@@ -198,67 +221,3 @@ def specification(gpu: str | None) -> Gpu:
         return GPUS[gpu]
     what = "a CPU is not planned for" if gpu == "none" else f"nothing is known of a GPU {gpu!r}"
     raise UserError(what, where="--gpu", do=f"there are: {have}")
-
-
-def calibrated(question: PlanQuestion, path: Path) -> PlanQuestion:
-    """The question with its constants fitted to the report of `bench` or `certify`, at the split of the deployment.
-
-    Raises:
-        UserError: no report of a bench, of another target, or with too few points.
-    """
-    where, do = f"--calibrate {path}", "give the bench.json or certificate.json of this pair"
-    parallel, asked, start = question.deployment.parallel, question.deployment.target.model, question.constants
-    split = Split(parallel.tensor, parallel.expert)
-    report = read_json(path)
-    try:
-        target = report.get("served", {}).get("Target", asked)
-        hardware = report.get("environment", {}).get("hardware") or "unknown hardware"
-        points = [_measured(point, parallel.data) for point in report["points"]]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError("no report of `bench`", where=where, do=do) from None
-    if target != asked:
-        raise UserError(f"it measured {target}, the plan is for {asked}", where=where, do=do)
-    predictor = Predictor(question.step_times(split)[0], start, question.load, question.block_size, split)
-    cells = [MeasuredCell(predictor, *point) for point in points if not isinstance(point, str)]
-    by_kind = {
-        "plain": [cell for cell in cells if cell.width == 1],
-        "speculative": [cell for cell in cells if cell.width > 1],
-    }
-    plain, wide = map(len, by_kind.values())
-    if plain < 2 or wide == 1:
-        what = f"{plain} usable points without speculation and {wide} with: two of a kind are needed"
-        raise UserError(what, where=where, do="bench --variants off,fixed at several --concurrency")
-    found = fit(cells, start, [name for name in FITTED if by_kind[name.partition("_")[0]]])
-    errors = {kind: mean(abs(cell.error(found)) for cell in each) for kind, each in by_kind.items() if each}
-    plain_error, error = (
-        min(0.9, max(0.02, round(errors[kind], 3))) if kind in errors else start.error for kind in by_kind
-    )
-    update = {
-        "name": f"calibrated-{path.stem}",
-        "evidence": "calibrated",
-        "source": f"{len(cells)} points of {path.name}, on {hardware}",
-        "plain_error": plain_error,
-        "error": error,
-    }
-    lines = [
-        f"{cell.label}: measured {cell.rate:,.0f} tokens/s, predicted {cell.predicted(found):,.0f} "
-        f"({cell.error(found):+.0%})"
-        for cell in cells
-    ]
-    told = (*lines, *(f"not used: {point}" for point in points if isinstance(point, str)))
-    return replace(question, constants=found.model_copy(update=update), calibration=told)
-
-
-def _measured(point: Mapping[str, Any], copies: int) -> tuple[int, int, float, float, str] | str:
-    # Batch, width, tokens a step, tokens/s and label of a bench's point at a fixed width; or why it is not used.
-    variant, users = str(point["variant"]), int(point["concurrency"])
-    label, word = f"{variant}, {users} user{'s' * (users != 1)}", variant.removeprefix("fixed ")
-    width = 1 if variant == "off" else int(word) if word.isdecimal() else 0
-    if not width:
-        return f"{label} (its width changes)"
-    seen = float(point["interactivity"] or 0)
-    tokens = 1.0 if width == 1 else float(point["acceptance"]["acceptance_length"] or 0)
-    if not (0 < seen < inf and 1 <= tokens < inf):
-        return f"{label} (its speed or acceptance is unknown)"
-    batch = max(1, round(users / copies))
-    return batch, width, tokens, batch * seen, label

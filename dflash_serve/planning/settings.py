@@ -10,9 +10,10 @@ from dflash_serve.common.settings import Frozen, PositiveInt
 from dflash_serve.deployment.description import Deployment
 from dflash_serve.errors import UserError
 from dflash_serve.planning.acceptance import band, from_length, from_report, of_task, published
+from dflash_serve.planning.calibration import calibrated
 from dflash_serve.planning.pair import read_pair
 from dflash_serve.planning.prediction import ExpectedAcceptance, Load, constants_of
-from dflash_serve.planning.question import Objective, PlanQuestion, calibrated, specification
+from dflash_serve.planning.question import Objective, PlanQuestion, specification
 
 
 class PlanSettings(Frozen):

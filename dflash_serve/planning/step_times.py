@@ -95,7 +95,7 @@ class Pair:
     drafter: DrafterConfig
     assumed: str | None = None  # The assumption about the drafter, where none was named
     kv_bytes_each: float = 2.0  # Bytes of one number in the target's K/V cache
-    memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE of all
+    memory_fraction: float | None = None  # Share of the memory beside the weights for K/V; None = MEMORY_SHARE
     catalogued: tuple[str, ...] = ()  # A sentence for each model whose sizes are the catalogue's: it is not here
     drafter_bytes: int | None = None  # Of the drafter's weights; None = all its tensors in bf16
     drafter_formats: Mapping[str, Format] = field(default_factory=dict)  # Quantised product -> format; others are bf16
@@ -154,41 +154,17 @@ class StepTimes(Protocol):
         """The target's pass over so many prompts of `tokens` tokens each."""
         ...
 
-    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        """Tokens of all requests, each of `context` tokens, that fit into memory beside both models, or beside the
-        target alone.
-        """
-        ...
-
 
 OF_BANDWIDTH, OF_FLOPS = 0.8, 0.7
 """Shares of the data sheet that large copies and large matrix products reach."""
 ALL_REDUCE_MS = 0.008  # Latency of one all-reduce among GPUs of one node
-MEMORY_SHARE = 0.85  # Share of a GPU's memory for weights and K/V
-RUNTIME_BYTES = 5.5e9  # Activations and an engine's buffers, about as the operator tables' library counts them
 ABSORBED = 1088  # Multiplications of a head with one token's latent vector while decoding: DeepSeek's 512 + 64, and 512
 
 
-def _kv_bytes(pair: Pair, tensor: int, context: int) -> float:
-    # One sequence's keys and values on each device: heads are repeated, not split further, and so is a latent vector.
+def kv_bytes(pair: Pair, tensor: int, context: int) -> float:
+    """One sequence's keys and values on each device: heads are repeated, not split further; so is a latent vector."""
     layout = pair.layout
     return layout.kv_bytes(pair.kv_bytes_each, context) / (1 if layout.latent else min(tensor, layout.kv_heads))
-
-
-def _tokens(pair: Pair, on: Gpu, split: Split, context: int, *, drafts: bool) -> int:
-    # Tokens of all requests, each of `context` tokens, on a device beside the target. The library of the tables is not
-    # asked: it counts no scales of MXFP4 and INT4 weights, Qwen3.5's recurrent state once a token, and none of
-    # Nemotron-H's.
-    layout, drafter, tensor = pair.layout, pair.drafter, split.tensor
-    free = MEMORY_SHARE * on.memory - RUNTIME_BYTES - layout.weight_bytes / tensor
-    request, states = _kv_bytes(pair, tensor, context), 1
-    if drafts:
-        free -= pair.draft_bytes / tensor
-        request += context * context_bytes(drafter) / drafter.kv_split(tensor)
-        states += drafter.block_size  # a recurrent state cannot be cut back: engines keep one for every slot, too
-    if pair.memory_fraction is not None:
-        free = pair.memory_fraction * (free + (1 - MEMORY_SHARE) * on.memory)
-    return max(0, int(free * context / max(1, request + states * layout.state_bytes / tensor)))
 
 
 @dataclass(frozen=True)
@@ -210,7 +186,7 @@ class Roofline:
     def _target(self, batch: int, width: int, context: int, each: int) -> Milliseconds:
         # `each`: multiplications of one head's query with one token's keys and values.
         layout, tensor = self.pair.layout, self.split.tensor
-        cached = tensor * _kv_bytes(self.pair, tensor, context) + 2 * layout.state_bytes
+        cached = tensor * kv_bytes(self.pair, tensor, context) + 2 * layout.state_bytes
         attended = sum(layer.entries(context) for layer in layout.kv_layers)
         multiplied = layout.active_parameters + attended * layout.attention_heads * each
         rows = batch * width
@@ -242,9 +218,6 @@ class Roofline:
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return self._target(prompts, tokens, tokens // 2, 2 * self.pair.layout.head_dim)
 
-    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        return _tokens(self.pair, self.on, self.split, context, drafts=drafts)
-
     @property
     def _precision(self) -> str:
         asked = self.pair.model.quantization
@@ -267,6 +240,11 @@ class Roofline:
             moved = 2 * rows * self.pair.layout.shape.hidden_size
             total += 2 * layers * (ALL_REDUCE_MS + 1e3 * moved / on.link)
         return Milliseconds(roofline=total)
+
+
+def shortened(text: str, most: int = 140) -> str:
+    """The words of a text that fit."""
+    return text if len(text) <= most else f"{text[: most - 3].rpartition(' ')[0]} ..."
 
 
 def tables_installed() -> bool:
@@ -327,7 +305,7 @@ def priced(
         measured = Tables(pair, on, split, engine)
         _ = measured.verify(1, block_size, context), measured.draft(1, block_size, context), measured.prefill(1, 8)
     except Exception as error:  # the library's own errors are of many kinds: none of them prices this
-        return by_hand, f"the operator tables cannot price this ({first_line(error).partition(' {')[0][:140]})"
+        return by_hand, f"the operator tables cannot price this ({shortened(first_line(error).partition(' {')[0])})"
     return measured, None
 
 
@@ -371,9 +349,6 @@ class Tables:
     @quiet()
     def prefill(self, prompts: int, tokens: int) -> Milliseconds:
         return _sum(self._handle.evaluate_context_ops(self._context_ops, batch_size=prompts, s=tokens, prefix=0))
-
-    def kv_tokens(self, context: int = 1, *, drafts: bool = True) -> int:
-        return _tokens(self.pair, self.on, self.split, context, drafts=drafts)
 
     @quiet()
     def _decode_uncached(self, rows: int, context: int) -> list[tuple[str, float, float, str]]:

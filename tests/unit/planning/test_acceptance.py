@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_serve.doctor.lengths import FEWEST_STEPS
 from dflash_serve.errors import UserError
 from dflash_serve.planning.acceptance import BAND, band, from_length, from_report, of_task
 from tests.house import ROOT
@@ -98,7 +99,13 @@ def test_survival_of_a_report_of_evaluate() -> None:
 def test_a_report_with_acceptance_by_length_gives_that_of_the_plan_s_contexts(
     tmp_path: Path, context: int, lengths: str, first: float
 ) -> None:
-    by = {"0-127": {"survival": [0.9, 0.8]}, "4096-8191": {"survival": [0.5, 0.2]}}
+    few = {"survival": [0.1, 0.1], "steps": FEWEST_STEPS - 1}
+    by = {
+        "0-127": {"survival": [0.9, 0.8], "steps": 900},
+        "128-255": few,
+        "4096-8191": {"survival": [0.5, 0.2], "steps": 900},
+        "8192-16383": {"survival": [None, None], "steps": 900},
+    }
     tasks = {name: {"as it is": {"survival": [0.7, 0.6]}} for name in ("gsm8k", "chat")}
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"tasks": tasks, "by": {"length": by}}))
@@ -106,9 +113,42 @@ def test_a_report_with_acceptance_by_length_gives_that_of_the_plan_s_contexts(
     assert found.survival[0] == first
     assert f"contexts of {lengths} tokens" in found.source
     assert from_report(path, "chat", 3, context).survival[0] == 0.7, "the task that was asked for"
-    path.write_text(json.dumps({"tasks": tasks, "by": {"length": {"long": {"survival": [1]}}}}))
+    path.write_text(json.dumps({"tasks": {"chat": tasks["chat"]}, "by": {"length": {"0-127": few}}}))
+    assert from_report(path, None, 3, context).survival[0] == 0.7, "no range has steps enough"
+    path.write_text(json.dumps({"tasks": tasks, "by": {"length": {"long": {"survival": [1], "steps": 900}}}}))
     with pytest.raises(UserError, match="no report"):
         from_report(path, None, 3, context)
+
+
+def test_a_published_length_of_another_block_says_what_was_published() -> None:
+    found = of_task("gsm8k", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 8)
+    assert found.name == "τ 5.02"
+    assert found.source.startswith(
+        "from the τ 6.54 that was published for z-lab/Qwen3-8B-DFlash-b16 with Qwen/Qwen3-8B"
+    )
+    assert ": greedy, B 16 (" in found.source
+
+
+def test_a_task_may_be_written_as_its_publishers_do() -> None:
+    for task in ("GSM8K", "gsm8k"):
+        assert of_task(task, "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", 16).length(16) == pytest.approx(6.54)
+
+
+def test_slots_that_were_not_measured_are_counted_and_a_rise_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+
+    def report(*survival: float | None) -> Path:
+        path.write_text(json.dumps({"tasks": {"chat": {"as it is": {"survival": survival}}}}))
+        return path
+
+    assert from_report(report(0.9, 0.8), "Chat", 16).source.endswith(
+        "chat of report.json, 2 of 15 slots; the 13 others are extrapolated"
+    )
+    assert from_report(report(0.9, 0.8), None, 3).source == "measured: chat of report.json"
+    assert from_report(report(0.9, 0.6, 0.62), None, 4).survival == (0.9, 0.6, 0.6), "few steps"
+    assert from_report(report(0.9, None, 0.1), None, 3).survival == pytest.approx((0.9, 0.81)), "slot 2 is unknown"
+    with pytest.raises(UserError, match="its survival rises"):
+        from_report(report(0.5, 0.9), None, 3)
 
 
 def test_survival_of_a_report_of_bench() -> None:

@@ -70,6 +70,13 @@ def test_the_constants_of_the_sweep_are_found_and_can_be_used_again(report: dict
         ({"points": []}, "0 usable points without speculation and 0 with"),
         ({"points": [{}]}, "no report of `bench`"),
         ({"served": []}, "no report of `bench`"),
+        ({"environment": {"hardware": "8 x NVIDIA H200"}}, "it was measured on 8 x NVIDIA H200, the plan is for b200"),
+        ({"environment": {"hardware": "one RTX 5090 of mine"}}, "it was measured on one RTX 5090 of mine, the plan"),
+        (
+            {"environment": {"hardware": "2 cores of a CPU"}},
+            "measured on 2 cores of a CPU, the plan is for b200",
+        ),
+        ({"served": {"Variants": "off, fixed 16; engine: vLLM"}}, "it measured vLLM, the plan is for SGLang"),
     ],
 )
 def test_another_report_is_refused(report: dict[str, Any], changes: Any, said: str, tmp_path: Path) -> None:
@@ -79,3 +86,24 @@ def test_another_report_is_refused(report: dict[str, Any], changes: Any, said: s
     assert isinstance(error, UserError)
     assert said in str(error)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_without_a_gpu_must_come_near(report: dict[str, Any], tmp_path: Path) -> None:
+    """No constants make the model's GPU as fast as these points, which are another's."""
+    path = tmp_path / "bench.json"
+    for point in report["points"]:
+        point["interactivity"] *= 20
+    path.write_text(json.dumps(report))
+    error = str(plan(tmp_path / "out", *WORDS, "--calibrate", str(path)).exception)
+    assert re.search(r"it does not tell its GPU, and no constants come nearer to its points than \d\d%", error)
+    named = {"served": {"Variants": "off; engine: SGLang with dflash-serve"}, "environment": {"hardware": "1 x B200"}}
+    path.write_text(json.dumps(report | named))
+    assert plan(tmp_path / "out", *WORDS, "--calibrate", str(path)).exception is None, "its user said so"
+
+
+def test_constants_of_another_engine_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(constants_of("vllm", None).model_dump_json())
+    error = str(plan(tmp_path / "out", *WORDS, "--constants", str(path)).exception)
+    assert "constants of vllm, and the plan is for sglang; give those of sglang, or --backend vllm" in error
+    assert plan(tmp_path / "out", *WORDS, "--constants", str(path), "--backend", "vllm").exception is None

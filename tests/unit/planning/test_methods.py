@@ -67,7 +67,14 @@ def test_of_several_heads_the_faster_is_taken(tmp_path: Path) -> None:
 def test_without_a_task_it_says_which_were_published(tmp_path: Path) -> None:
     found = methods(tmp_path, "--acceptance-length", "5", "--methods", "dflash,eagle3")
     assert found["dflash"]["points"][0]["acceptance_length"] == pytest.approx(5)
-    assert found["eagle3"]["why_not"].startswith("give --task: EAGLE-3 has published figures at aime25, gsm8k,")
+    assert found["eagle3"]["why_not"].startswith(
+        "give --task instead of the acceptance that was given: EAGLE-3 has published figures at aime25, gsm8k,"
+    )
+    assumed = ["plan", *PAIR[:2], *PAIR[4:], "--acceptance-length", "5", "--methods", "dflash", "--json"]
+    done = CliRunner().invoke(app, [*assumed, "--output", str(tmp_path / "assumed")])
+    (_, dflash) = json.loads(done.stdout)["methods"]
+    assert dflash["drafter"] == "an assumed drafter"
+    assert dflash["points"][0]["acceptance_length"] == pytest.approx(5)
 
 
 def test_the_next_line_measures_them_on_the_engine(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ def test_what_to_do_next_can_be_typed(folder: Path) -> None:
         assert all(word in known for word in words if word.startswith("--"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpu", "named"),
+    [
+        ("sglang", "b200", True),
+        ("vllm", "b200", False),
+        ("vllm", "rtx-pro-6000", True),
+        ("tensorrt-llm", "b200", False),
+    ],
+)
+def test_the_cost_table_is_named_where_a_width_follows_it(tmp_path: Path, backend: str, gpu: str, named: bool) -> None:
+    """On a B200 vLLM measures its own costs; TensorRT-LLM's width is the whole block."""
+    said = plan(tmp_path, *PAIR, *LENGTH, "--gpu", gpu, "--backend", backend).stdout
+    assert (f"next: DFLASH_SERVE_COST_TABLE={tmp_path}/costs.json dflash-serve serve" in said) is named
+    assert re.search("^next: .*dflash-serve serve", said, re.MULTILINE)
+
+
 def test_without_acceptance_it_is_a_band(tmp_path: Path) -> None:
     told = answer(tmp_path, *PAIR, "--gpu", "b200")
     assert [each["name"] for each in told["acceptances"]] == ["τ 3.00", "τ 4.50", "τ 6.00"]
@@ -156,7 +172,10 @@ def test_vllm_s_copies_are_replicas_and_tensorrt_llm_has_no_auto(tmp_path: Path)
     assert "Set `replicas: 4` in the values that `dflash-serve deploy` writes." in text
     told = answer(tmp_path / "t", *words, "--backend", "tensorrt-llm")
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
-    assert any("cannot run `width: auto`" in caution for caution in told["cautions"])
+    assert any(
+        "`width: auto` was not compared: tensorrt-llm verifies whole blocks; give" in caution
+        for caution in told["cautions"]
+    )
 
 
 def test_a_pair_would_have_the_more_prefill_servers_the_longer_the_prompts(tmp_path: Path) -> None:
@@ -189,6 +208,9 @@ def test_a_pair_that_is_asked_for_is_written_and_its_halves_can_be_served(tmp_pa
     halves = deployment.pair.prefill.replicas, deployment.pair.decode.replicas
     assert line.startswith(f"As a pair, about {halves[0]} of the 8 copies would prefill and {halves[1]} decode")
     assert sum(halves) == 8
+    batch = told["chosen"]["batch"]
+    assert halves[1] == 1
+    assert told["verdict"][0].endswith(f"at most {batch} requests at once on the one copy that decodes.")
     assert (deployment.hardware.count, deployment.parallel.data) == (1, 1)
     assert {point["variant"] for point in told["points"]} == {"off", "fixed 16"}
     for role in ("prefill", "decode"):
@@ -243,6 +265,7 @@ def test_without_its_states_for_every_slot_a_hybrid_target_answers_more_requests
     low = ("--acceptance-length", "2.5")
     told = answer(tmp_path, "--target", str(hybrid_target(tmp_path / "hybrid")), *low, "--gpu", "h200")
     room = told["requests_that_fit"]["TP 1"]
+    assert told["chosen"]["batch"] > room["speculative"]
     assert room["plain"] > 5 * room["speculative"]
     most = {variant: max(p["batch"] for p in told["points"] if p["variant"] == variant) for variant in ("off", "auto")}
     assert (most["off"], most["auto"]) == (min(512, room["plain"]), room["speculative"])
@@ -340,10 +363,11 @@ def test_requests_are_as_long_as_target_and_limits_allow(tmp_path: Path) -> None
             "prompts of 100000 and answers of 100000 tokens exceed the positions of .*, 40960; give 40960 together",
         ),
         (("--gpu", "b200", "--tensor", "16", "--count", "16"), "TP 16 is more than the 8 GPUs of a node; use 1 or 2"),
-        (("--gpu", "b200", "--expert", "8", "--count", "8"), "EP 8 does not divide both TP and 0 experts"),
+        (("--gpu", "b200", "--expert", "8", "--count", "8"), "has no experts to share out over 8 GPUs; leave it"),
         (("--gpu", "b200", "--acceptance-length", "17"), "17 is no acceptance length of a block of 16"),
         (("--gpu", "b200", "--acceptance-length", "4", "--task", "gsm8k"), "acceptance is given twice"),
         (("--gpu", "a6000"), f"'a6000'; there are: {', '.join(GPUS)}$"),
+        (("--gpu", "b200", "--methods", " ,"), "--methods: no method is named; use some of off,dflash,"),
         (("--gpu", "b200", "--task", "gsm9"), "no acceptance was published for .* at this task; there are: aime25"),
         (("--gpu", "b200", "--backend", "torch"), "nothing is known of how long torch takes"),
         (("--gpu", "b200", "--slo-interactivity", "9000"), r"gives 9000 tokens/s/user; the nearest that is met"),

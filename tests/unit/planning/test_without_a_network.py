@@ -108,3 +108,25 @@ def test_the_catalogues_targets_can_be_planned_for(target: str) -> None:
     pair = read_pair(Deployment.model_validate({"target": {"model": target}}))
     assert pair.layout.weight_bytes > 10**9
     assert pair.layout.shape.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "follows"), [("sglang", "b200", False), ("vllm", "a100", False), ("vllm", "b200", True)]
+)
+def test_auto_is_not_priced_where_the_engine_verifies_whole_blocks(
+    backend: str, gpu: str, follows: bool, tmp_path: Path
+) -> None:
+    """The drafter has a Markov head, as the catalogue tells."""
+    pair = ("--target", "Qwen/Qwen3-8B", "--drafter", "mgoin/Qwen3-8B-speculator.dspark", "--backend", backend)
+    told = plan(tmp_path / "plan", *pair, "--gpu", gpu, "--acceptance-length", "3")
+    assert {point["variant"] for point in told["points"]} == {"off", "fixed 8", *(("auto",) if follows else ())}
+    said = f"`width: auto` was not compared: {backend} verifies whole blocks with a DSpark drafter"
+    assert any(caution.startswith(said) for caution in told["cautions"]) is not follows
+
+
+def test_vllm_drafts_at_every_load_where_its_adaptive_verification_runs_alone(tmp_path: Path) -> None:
+    """For a plain drafter our scheduler leaves the draft out; beside a Markov head it does not run."""
+    words = ("--target", "Qwen/Qwen3-8B", "--backend", "vllm", "--gpu", "b200", "--acceptance-length", "1.02")
+    for drafter, least in (("mgoin/Qwen3-8B-speculator.dspark", 2), ("z-lab/Qwen3-8B-DFlash-b16", 1)):
+        told = plan(tmp_path / str(least), *words, "--drafter", drafter)
+        assert min(point["width"] for point in told["points"] if point["variant"] == "auto") == least

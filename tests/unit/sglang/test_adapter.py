@@ -249,6 +249,7 @@ def test_auto_verifies_whole_blocks_where_no_other_width_is_served(
     assert problems(fields, **change) == ""
     shown = BACKEND.launch(deployed(fields, **change))
     assert f"SGLang verifies whole blocks of 8 slots with {part}: auto changes nothing" in shown.notes
+    assert shown.never_narrow == f"whole blocks with {part}"
     assert ("speculation.width", "8") in [(choice.key, choice.value) for choice in shown.choices]
     assert problems(fields, **change, speculation={"width": 8}) == ""
     assert ("speculation.width", "SGLang's own DFlash: the width never changes") in [

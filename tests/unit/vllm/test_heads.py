@@ -126,3 +126,17 @@ def test_a_width_that_does_not_run_is_a_problem(width: int | str, fine: bool, tm
 
 def test_a_dflash2_drafter_keeps_its_scale(tmp_path: Path) -> None:
     assert whats(deployed(tmp_path, {**HEADS["DFlash2"], "embedding_scale": 2.0, "output_multiplier": 0.5})) == ""
+
+
+@pytest.mark.parametrize(("gpu", "untrimmed"), [("a100", "this is SM80"), ("h200", None)])
+@pytest.mark.parametrize("name", ["DFlash2", "vanilla Markov", "plain"])
+def test_auto_follows_the_load_where_vllm_trims_blocks_or_runs_our_widths(
+    name: str, gpu: str, untrimmed: str | None, tmp_path: Path
+) -> None:
+    launch = VLLMBackend().launch(deployed(tmp_path, dict(HEADS[name]), hardware=Hardware(gpu=gpu)))
+    if untrimmed is None or name == "plain":
+        assert launch.never_narrow is None
+    else:
+        assert launch.drafter is not None
+        assert f"whole blocks with a {launch.drafter.family} drafter: vLLM" in str(launch.never_narrow)
+        assert untrimmed in str(launch.never_narrow)
