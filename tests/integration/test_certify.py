@@ -33,6 +33,7 @@ from tests.support.broken_loops import guessing_engine, likely_tokens, sharp_pai
 from tests.support.command_line import call
 from tests.support.embedded import tiny_engine
 from tests.support.serving import running
+from tests.support.tiny import edit_json
 
 Folders = tuple[Path, Path]
 pytestmark = pytest.mark.skipif(find_spec("aiperf") is None, reason="pip install 'dflash-serve[bench]'")
@@ -150,7 +151,10 @@ def test_a_sound_deployment_is_accepted_one_pair_of_servers_at_a_time(
     assert found.report["servers"]["auto"]["graphs"] == ["captured 3 CUDA graphs in 0.1 s"]
     assert "acceptance" in found.report["servers"]["fixed 4"]["metrics"]
     assert "accepted" in (found.folder / "out" / "certificate.html").read_text()
-    given = ("--gpu", "b200", "--isl", "64", "--osl", "64", "--calibrate", found.folder / "out" / "certificate.json")
+    certificate = found.folder / "out" / "certificate.json"
+    of_a_plan = {"environment.hardware": "1 x NVIDIA B200", "served.Variants": "engine: SGLang 0.5.23"}
+    edit_json(certificate, of_a_plan)
+    given = ("--gpu", "b200", "--isl", "64", "--osl", "64", "--calibrate", certificate)
     assert call(found.monkeypatch, "plan", found.file, *given, "--output", found.folder / "plan") == 0
     assert "calibrated: fixed 4, 2 users: measured 61 tokens/s" in capsys.readouterr().out
 
