@@ -53,7 +53,7 @@ LAYOUTS: Layouts = {
     ("awq", "w4a16"): SERVED,
 }
 ON_CPUS = {("compressed-tensors", "int8"), ("compressed-tensors", "fp8"), ("compressed-tensors", "w4a16")}
-"""Layouts for which vLLM 0.32 has kernels on CPUs in float32; W4A16 needs AVX-512.
+"""Layouts for which vLLM 0.32 has kernels on CPUs; that of W4A16 needs AVX-512, and multiplies in 16 bits alone.
 
 FP8 with a scale of the tensor is rounded anew when it is loaded (`requantize_with_max_scale`), by an operator that
 builds for CPUs declare and do not have: they load scales of rows alone.
@@ -86,7 +86,7 @@ def storage_problems(
     if on_cpu and ((quantization.layout, quantization.format) not in ON_CPUS or of_tensor):
         what = f"vLLM has no kernel on CPUs for {quantization.words}" + (" with a scale of the tensor" * of_tensor)
         yield Problem(what, where, "use a GPU, or `dflash-serve convert --dequantise` it")
-    elif dtype == "float32" and quantization.layout != "compressed-tensors":
+    elif dtype == "float32" and (quantization.layout != "compressed-tensors" or quantization.format == "w4a16"):
         what = f"vLLM runs {quantization.words} in bfloat16 and float16 only"
         yield Problem(what, "hardware.dtype", "use bfloat16, or `dflash-serve convert --dequantise` the drafter")
     yield from input_scale_problems(checkpoint, FACTS.title, where)

@@ -30,7 +30,7 @@ WITHOUT_VNNI = "int8 up to 63"
 """INT8 with whole numbers whose sums of products fit CPUs without VNNI: there oneDNN adds two products in 16 bits."""
 CASES: Mapping[str, Layout] = {**LAYOUTS, WITHOUT_VNNI: replace(LAYOUTS["int8"], store=partial(int8, largest=63))}
 OWN: Mapping[str, tuple[str, ...]] = {"vllm": (WITHOUT_VNNI, "fp8 rows"), "sglang": ()}
-"""Layouts that an engine's own kernels run on every CPU; vLLM's run `int8` with VNNI and `w4a16` with AVX-512."""
+"""Layouts that an engine's own kernels run on every CPU in float32; vLLM's run `int8` with VNNI."""
 OF_GPUS: Mapping[str, tuple[str, ...]] = {
     "vllm": (
         "int8",

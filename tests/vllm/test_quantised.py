@@ -32,12 +32,8 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif("DFLASH_SERVE_TEST_LAYOUTS" not in os.environ, reason="make test-layouts"),
 ]
-AVX512 = torch.cpu._is_avx512_supported()
 VNNI = torch.cpu._is_vnni_supported()
-ON_THIS_CPU = (
-    pytest.param("int8", marks=pytest.mark.skipif(not VNNI, reason="oneDNN's sums overflow without VNNI")),
-    pytest.param("w4a16", marks=pytest.mark.skipif(not AVX512, reason="vLLM's W4A16 needs AVX-512")),
-)
+ON_THIS_CPU = (pytest.param("int8", marks=pytest.mark.skipif(not VNNI, reason="oneDNN's sums overflow without VNNI")),)
 
 
 @pytest.fixture(scope="module")

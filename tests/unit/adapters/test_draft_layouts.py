@@ -202,6 +202,14 @@ def test_vllm_on_a_cpu_refuses_what_it_has_no_kernel_for(scheme: Scheme, tmp_pat
     assert told == ([] if served else [f"vLLM has no kernel on CPUs for {expected[scheme.format]}"])
 
 
+def test_vllm_on_a_cpu_multiplies_w4a16_in_16_bits_alone(tmp_path: Path) -> None:
+    """Its kernel ends the first request in float32, which is the default there."""
+    (told,) = server_backend("vllm").launch(deployment(tmp_path / "32", W4A16, hardware={"gpu": "none"})).problems
+    assert (told.where, "in bfloat16 and float16 only" in told.what) == ("hardware.dtype", True)
+    in_16_bits = deployment(tmp_path / "16", W4A16, hardware={"gpu": "none", "dtype": "bfloat16"})
+    assert not server_backend("vllm").launch(in_16_bits).problems
+
+
 def test_the_page_has_the_tables_that_the_engines_are_asked_for() -> None:
     """Also where `inspect` has a problem of the format itself, and no layout: ModelOpt's FP8 by block on SGLang."""
     rows = [
