@@ -153,8 +153,8 @@ class NoAnchor(Drafter):
 class LateBlock(Drafter):
     """Positions that do not follow on the context's."""
 
-    def __call__(self, noise: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden: Tensor = super().__call__(noise, positions + 1, attend)
+    def __call__(self, noise: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
+        hidden: Tensor = super().__call__(noise, positions + 1, attend, **more)
         return hidden
 
 

@@ -34,6 +34,8 @@ def gigabytes() -> float:
 def settled(read: Callable[[], float | None], value: float, patience: float = 60.0) -> bool:
     """True once a gauge has a value; False if it does not within `patience` seconds."""
     end = time.monotonic() + patience
-    while read() != value and time.monotonic() < end:
+    while read() != value:
+        if time.monotonic() > end:
+            return False
         time.sleep(0.2)
-    return read() == value
+    return True
