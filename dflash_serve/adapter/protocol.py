@@ -144,13 +144,14 @@ class ServerBackend(Backend, Protocol):
         """
         ...
 
-    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> Launch:
-        """The launch of models that are described, and not here; only for what it says of widths and costs.
 
-        Raises:
-            UserError: this engine needs the models.
-        """
-        return self.launch(deployment)
+@runtime_checkable
+class DescribedBackend(Protocol):
+    """A backend that needs no models to say which widths its engine has for them."""
+
+    def described(self, deployment: Deployment, target: TargetLayout, drafter: DrafterConfig) -> Launch:
+        """The launch of models that are described, and not here; only for what it says of widths and costs."""
+        ...
 
 
 @runtime_checkable

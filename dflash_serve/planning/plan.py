@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash_serve.adapter.protocol import Launch
+from dflash_serve.adapter.protocol import DescribedBackend, Launch
 from dflash_serve.adapter.registry import backend, server_backend
 from dflash_serve.common.settings import overlay
 from dflash_serve.deployment.description import Deployment
@@ -423,7 +423,7 @@ def launch_of(question: PlanQuestion, deployment: Deployment) -> Launch | None:
     """The launch of a deployment with the question's models; None where the engine cannot read them."""
     engine, pair = server_backend(question.backend), question.pair
     try:
-        if pair.catalogued or deployment.drafter is None:
+        if isinstance(engine, DescribedBackend) and (pair.catalogued or deployment.drafter is None):
             return engine.described(deployment, pair.layout, pair.drafter)
         return engine.launch(deployment)
     except UserError:
