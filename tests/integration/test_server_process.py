@@ -106,7 +106,8 @@ def test_a_client_that_is_killed_frees_its_slot_and_a_second_signal_stops_at_onc
         client.wait()
         until(lambda: _gauge(url, "num_requests_running") == 0)
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 250}, timeout=60) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # a name keeps it: without one httpx would close the connection here
+            next(lines)
             child.send_signal(signal.SIGTERM)
             time.sleep(0.05)
             child.send_signal(signal.SIGTERM)

@@ -153,7 +153,8 @@ def _is_that_of_one_server(found: Answers, whole: Answers) -> None:
 def test_a_client_that_hangs_up_frees_both_halves(halves: tuple[Server, Server], pair: Server) -> None:
     asked = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 800, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{pair.url}/v1/completions", json=asked, timeout=PATIENCE, trust_env=False) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # a name keeps it: without one httpx would close the connection here
+        next(lines)
         assert halves[1].runs(1)
     assert all(one.runs(0) for one in halves)
 
