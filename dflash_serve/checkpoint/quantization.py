@@ -259,9 +259,9 @@ class Quantization:
 
 
 LAYOUTS: Mapping[Layout, str] = {
-    **{"modelopt": "ModelOpt", "compressed-tensors": "compressed-tensors", "fp8": "quant_method fp8"},
-    **{"gptq": "GPTQ", "awq": "AWQ"},
-}
+    "modelopt": "ModelOpt", "compressed-tensors": "compressed-tensors", "fp8": "quant_method fp8",
+    "gptq": "GPTQ", "awq": "AWQ",
+}  # fmt: skip
 
 
 def _names(pattern: str, module: str) -> bool:

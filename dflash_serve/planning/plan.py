@@ -431,7 +431,7 @@ def launch_of(question: PlanQuestion, deployment: Deployment) -> Launch | None:
 
 
 def fixed(block_size: int) -> str:
-    """The variant that verifies the whole block in every step."""
+    """The variant that verifies the same number of tokens in every step."""
     return f"fixed {block_size}"
 
 

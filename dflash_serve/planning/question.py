@@ -169,12 +169,13 @@ class PlanQuestion:
             if asked or not list(expert_block_problems(layout, tensor, expert))
         ]
         if not found and asked:
-            what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
-            if not layout.experts:
+            if layout.experts:
+                what = f"EP {parallel.expert} does not divide both TP and {layout.experts} experts"
+                do = "leave it out, or use 1 or as many as TP"
+            else:
                 what = f"{layout.shape.name} has no experts to share out over {parallel.expert} GPUs"
-            raise UserError(
-                what, where="--expert", do="leave it out, or use 1" + " or as many as TP" * bool(layout.experts)
-            )
+                do = "leave it out, or use 1"
+            raise UserError(what, where="--expert", do=do)
         if not found:
             why = next((what for size in sizes for what in self._split_problems(size)), "none fits a node")
             what = f"no split of {layout.shape.name} over {self.count} GPUs is possible ({why})"

@@ -126,7 +126,7 @@ def test_a_quantised_target_may_be_called_by_its_own_format(
     assert problems(engine, fields, target=target) == ""
     called = [Model.model_validate({**target, "quantization": one}) for one in (format, "none")]
     sizes = {read_target_layout(Path(one.model), one).weight_bytes for one in called}
-    assert len(sizes) == 1, "it needs the memory that it needs without a word"
+    assert len(sizes) == 1, "naming the format changes no memory"
     found = problems(engine, fields, target={**target, "quantization": "int8"})
     assert "target.quantization: " in found
     assert "int8" in found

@@ -207,7 +207,7 @@ def test_requests_are_drafted_for_after_a_pause_unless_their_prefix_was_long(
 
 
 def test_accepted_drafts_behind_the_end_are_not_in_the_answer(folders: Folders, truth: Truth) -> None:
-    """`usage` tells those in the answer: whoever derives the steps from it would count too few."""
+    """Clients derive the steps from `usage`: tokens that the answer lacks would make them too few."""
     scheduler, behind = tiny_engine(folders, width=4, truth=truth).scheduler, 0
     for prompt, expected in truth.items():
         for token in dict.fromkeys(expected[1:]):
